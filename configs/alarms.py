@@ -1,18 +1,18 @@
-"""The section `alarms`: thresholds that metrics of a step are compared with.
+"""The section `alarms`: thresholds for the metrics of a step.
 
-`training/alarms.py` has the rules. The defaults were set so that healthy runs
-of the quickstart are silent; another model and other questions may need others.
-A threshold of inf or -inf silences its alarm.
+`training/alarms.py` has the rules. With the default thresholds, no alarm rings
+in healthy runs of the quickstart. Another model or other questions may need
+other thresholds. A threshold of inf or -inf silences its alarm.
 """
 
 from typing import Any
 
 
 def section() -> dict[str, Any]:
-  """Returns the section: thresholds by the names of alarms, and OPTIONS."""
+  """Returns the section: name of an alarm to threshold, and the OPTIONS."""
   return {
-    # The largest share of repeated text: of policy tokens that, with the three
-    # before them, are a sequence that the same turn has had before.
+    # The largest share of repeated text: the share of policy tokens that end a
+    # sequence of four tokens which occurred earlier in the same turn.
     'repetition': 0.5,
     'entropy': 0.01,  # the least entropy of the policy, in nats
     'turn_ratio': 5.0,  # the largest ratio of a turn
@@ -23,12 +23,13 @@ def section() -> dict[str, Any]:
     'finish_ratio': 0.2,  # the least share of trajectories with an answer
     'search_rate': 0.05,  # the least number of searches per trajectory
     'kl': 1.0,  # the largest divergence from the reference, nats per token
-    # The largest share of trajectories that the infrastructure may fail.
+    # The largest share of trajectories that the infrastructure makes fail.
     'infrastructure': 0.05,
     # The alarms that end the run, once its state is saved, with exit code 76.
     # A run must not learn from a retriever that never finds anything.
     'stop': ('empty_answers',),
-    # How many steps in a row such an alarm rings before the run ends.
+    # The number of steps in a row in which such an alarm rings before the run
+    # ends.
     'stop_after': 5,
   }
 

@@ -27,53 +27,56 @@ _TOKEN_PPO = {
   'ratio': {
     # Which tokens share one ratio: token | turn | sentence | sequence.
     'level': 'token',
-    # Through which log-probabilities the gradient of a token's ratio flows:
-    # through those of the whole segment (segment), or the token's own (token).
+    # The log-probabilities through which the gradient of a token's ratio flows:
+    # of all tokens of the segment (segment), or only of the token (token).
     'gradient': 'segment',
-    # The geometric mean of the token ratios (mean), or their product (sum).
+    # The ratio of a segment is the geometric mean (mean) or the product (sum)
+    # of its token ratios.
     'reduce': 'mean',
-    # What is done to the log-ratio before it is reduced: none | guard, which is
-    # experimental.
+    # The normalisation of the log-ratio before it is reduced: none | guard.
+    # guard is experimental.
     'normalize': 'none',
   },
   'bounds': defaults.choice('bounds', 'fixed'),
   'objective': defaults.choice('objective', 'pessimistic'),
   'correction': {
     # The selected corrections: any of clipping_bias, tis, mis, icepop, geo_rs.
-    # Each gives the terms of the loss a factor; the factors of several
-    # corrections are multiplied.
+    # Each correction multiplies the terms of the loss by a factor.
     'names': (),
     'clipping_bias': {
       'norm': 'coefficient',  # coefficient | gradient
       'tau': 3.0,  # if norm is coefficient: scale by 1/rho above this rho
       'scope': 'minibatch',  # minibatch | microbatch | sequence | turn
       'level': 'token',  # the level of the ratio compared: token | turn
-      'applies_to': ('policy',),  # losses that are scaled
+      'applies_to': ('policy',),  # the losses that are scaled
       'floor': 1.0,  # if norm is gradient: the smallest divisor
     },
-    # The factors of the following corrections depend on k, the ratio of the
-    # trainer's probability under the old policy to the sampler's.
+    # The factors of the following corrections depend on k: the probability of
+    # a token under the old policy in the trainer, divided by its probability in
+    # the sampler.
     'tis': {
       'level': 'token',  # the level of k: token | turn | sequence
       'reduce': 'sum',  # k is a geometric mean (mean) or a product (sum)
       'cap': 2.0,  # the largest factor
-      'truncated': 'mismatch',  # mismatch: k | product: k times the ratio
+      # The quantity that is truncated: k (mismatch), or k times the ratio
+      # (product).
+      'truncated': 'mismatch',
     },
     'mis': {
       'level': 'token',  # the level of k: token | turn | sequence
       'reduce': 'sum',  # k is a geometric mean (mean) or a product (sum)
-      'cap': 2.0,  # the factor is 0 where k is larger
+      'cap': 2.0,  # the factor is 0 if k is larger
     },
     'icepop': {
       'level': 'token',  # the level of k: token | turn | sequence
       'reduce': 'sum',  # k is a geometric mean (mean) or a product (sum)
-      'least': 0.5,  # the factor is 0 where k is smaller
-      'most': 5.0,  # the factor is 0 where k is larger
+      'least': 0.5,  # the factor is 0 if k is smaller
+      'most': 5.0,  # the factor is 0 if k is larger
     },
     'geo_rs': {
       'level': 'sequence',  # the level of k: token | turn | sequence
       'reduce': 'mean',  # k is a geometric mean (mean) or a product (sum)
-      'band': 0.001,  # how far log k may be from 0
+      'band': 0.001,  # the factor is 0 if log k is farther from 0
     },
   },
   'aggregate': defaults.choice('aggregate', 'token_mean'),
@@ -93,8 +96,8 @@ def _algorithm(**changes):
   """Returns token PPO with some options changed.
 
   A change is the name of a choice, which then has its default options, or a
-  dict of options. With a `name` these are options of that choice, otherwise of
-  the one that token PPO has.
+  dict of options. If the dict has a `name`, its options belong to the choice of
+  that name. Otherwise they change the choice of token PPO.
   """
   algorithm = copy.deepcopy(_TOKEN_PPO)
   for kind, change in changes.items():
@@ -136,7 +139,8 @@ ALGORITHMS = {
   'turn_ppo': _algorithm(**_TURN),
   's_ppo': _algorithm(**_BIAS),
   'st_ppo': _algorithm(**_TURN, **_BIAS),
-  # Version 2 of the paper calls st_ppo so_ppo; so_grpo is its form for groups.
+  # Version 2 of the paper calls st_ppo so_ppo. so_grpo is the form of so_ppo
+  # for groups.
   'so_ppo': _algorithm(**_TURN, **_BIAS),
   'so_grpo': _algorithm(
     **_TURN,
@@ -202,7 +206,7 @@ ALGORITHMS = {
   ),
   'mt_grpo': _algorithm(advantage='turn_group', **_NO_KL),
   'gigpo': _algorithm(advantage='gigpo', **_CLAMPED_KL_IN_LOSS),
-  # Published since.
+  # Related algorithms that were published later.
   'atpo': _algorithm(
     ratio={'level': 'turn', 'gradient': 'token'},
     **_NARROW_BOUNDS,
@@ -210,7 +214,8 @@ ALGORITHMS = {
     **_SEQUENCE_MEAN,
     **_NO_KL,
   ),
-  # Its source has a row for each turn, so its ratio of a sequence is a turn's.
+  # In the source of SAMPO, each row is a turn, so the ratio of a sequence there
+  # is the ratio of a turn here.
   'sampo': _algorithm(
     ratio={'level': 'turn', 'gradient': 'token'},
     **_NARROW_BOUNDS,
@@ -218,12 +223,13 @@ ALGORITHMS = {
     advantage={'name': 'gigpo', 'normalize': 'none'},
     kl={'where': 'loss', 'estimator': 'k3_clamped', 'coefficient': 0.01},
   ),
-  # A turn is an action, and its value that of the state before it. The name
-  # Turn-PPO, which arXiv 2512.17008 gives it, is that of turn_ppo here.
+  # A turn is an action, and its value is the value of the state before the
+  # turn. arXiv 2512.17008 calls this algorithm Turn-PPO. Here turn_ppo is
+  # another algorithm.
   'turn_mdp_ppo': _algorithm(
     **_TURN, advantage={'gamma': 0.99, 'lambda_': 0.9, 'steps': 'turn'}
   ),
-  # What replaces the clipping of the ratio.
+  # Algorithms that replace the clipping of the ratio.
   'gmpo': _algorithm(
     **_SEQUENCE,
     # exp(-0.4) and exp(0.4)
@@ -260,7 +266,7 @@ ALGORITHMS = {
     **_NO_KL,
   ),
   'kl_cov': _algorithm(objective='kl_cov', **_GROUP, **_NO_KL),
-  # Credit with a value model.
+  # Algorithms that assign credit with a value model.
   'vapo': _algorithm(
     bounds={'clip_high': 0.28},
     objective='positive_examples',
@@ -270,7 +276,8 @@ ALGORITHMS = {
   'evpo': _algorithm(
     advantage={'name': 'decoupled_gae', 'baseline': 'explained'}
   ),
-  # Credit without one, unbiased where the policy decides when to stop.
+  # Algorithms that assign credit to turns without a value model. turn_rloo is
+  # unbiased even if the policy decides when to stop.
   'turn_rloo': _algorithm(
     **_UNCLIPPED, **_SEQUENCE_SUM, advantage='turn_leave_one_out', **_NO_KL
   ),
@@ -288,8 +295,8 @@ ALGORITHMS = {
   ),
 }
 
-# Keys outside the section `algorithm` that an algorithm sets in `base.py`.
-# Algorithms whose advantages compare trajectories need groups.
+# Algorithm -> config keys outside the section `algorithm` that it changes, and
+# their values. Algorithms whose advantages compare trajectories need groups.
 CHANGES: dict[str, dict[str, float]] = {
   name: {'rollout.group_size': 8}
   for name, algorithm in ALGORITHMS.items()
@@ -302,5 +309,5 @@ CHANGES['so_grpo'] = {
 }
 # Overlong reward shaping and dynamic sampling are parts of DAPO.
 CHANGES['dapo'] |= {'env.rewards.overlong': 1.0, 'rollout.resample_rounds': 3}
-# Groups without variance are replaced in SAMPO, too.
+# SAMPO replaces groups without variance, too.
 CHANGES['sampo'] |= {'rollout.resample_rounds': 2}

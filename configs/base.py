@@ -1,9 +1,10 @@
-"""Every key of a run with its default, its unit and its choices.
+"""Defines every config key with its default, its unit and its choices.
 
-Some sections are functions of files beside this one, such as `rollout.py`.
-Other configs change a few of the keys. The rules for their values are in
-`schema.py` and `relations.py`. Configs are Python programs that run when they
-are loaded: open one only if you trust it.
+Functions in other files of this folder, such as `rollout.py`, make some of the
+sections. Other configs start from this config and change some keys. The rules
+for the values of keys are in `schema.py` and `relations.py`. A config is a
+Python program that runs when it is loaded, so load a config only if you trust
+it.
 """
 
 import copy
@@ -20,50 +21,52 @@ from stppo_jax.configs import optimizer
 from stppo_jax.configs import rollout
 from stppo_jax.configs import saving
 
-# A ConfigDict. Its keys are attributes that exist at run time only, where a
-# type checker cannot follow them.
+# A ConfigDict. Its keys are attributes that exist only at run time, so a type
+# checker does not know them.
 Config = Any
 
 
 def get_config(algorithm: str = 'st_ppo') -> Config:
-  """Returns the base configuration with the algorithm of that name.
+  """Returns the base config with the options of an algorithm.
 
   Args:
     algorithm: a key of `configs.algorithms.ALGORITHMS`.
 
   Raises:
-    UnknownName: there is none; the message lists the choices.
+    UnknownName: there is no such algorithm. The message lists the choices.
   """
   if algorithm not in algorithms.ALGORITHMS:
     choices = settings.closest(algorithm, sorted(algorithms.ALGORITHMS))
     raise algorithms.UnknownName(f'unknown algorithm {algorithm!r}{choices}')
   config: Config = config_dict.ConfigDict(
     {
-      'seed': 0,  # of questions, sampling, shuffles and new weights
+      'seed': 0,  # the seed of questions, sampling, shuffles and new weights
       # The number of steps. A step is one collection with its updates.
       'num_steps': 100,
-      # What plots call the run, before its seed. Commands put the name of the
-      # config file before it.
+      # The name of the run in plots, where its seed follows. Commands put the
+      # name of the config file before the title.
       'title': algorithm,
       'algorithm': copy.deepcopy(algorithms.ALGORITHMS[algorithm]),
-      # The folder of a run of `train`, from whose newest policy this run starts
-      # in place of the model below; '' = from that model. See docs/models.md.
+      # The folder of another run of `train`. This run then starts from the
+      # newest policy of that run. '' = this run starts from the model below.
+      # See docs/models.md.
       'init_from': '',
       'model': model.section(),
-      # The number of devices along each axis of the mesh; -1 = all that the
-      # other axes leave.
+      # The number of devices along each axis of the mesh; -1 = all devices that
+      # the other axes leave.
       'mesh': {
-        'data': -1,  # cuts batches; weights are replicated along it
-        'fsdp': 1,  # cuts batches and weights
-        'expert': 1,  # cuts batches and weights, experts by whole ones
-        'tensor': 1,  # cuts weights within a layer
-        # The share of each host's devices that only collects while the others,
-        # which are those of the mesh, learn; for rollout.steps_ahead > 0.
-        # It is rounded to whole devices. 0 = all devices do both.
+        'data': -1,  # shards batches; weights are replicated along this axis
+        'fsdp': 1,  # shards batches and weights
+        'expert': 1,  # shards batches and weights; an expert stays whole
+        'tensor': 1,  # shards weights within a layer
+        # The share of each host's devices that only collect. The other devices
+        # form the mesh, and learn at the same time. It needs
+        # rollout.steps_ahead > 0, and is rounded to whole devices. 0 = all
+        # devices collect and learn.
         'collect_fraction': 0.0,
-        # The hosts that only collect, the last ones of the run, while the
-        # others, whose devices are those of the mesh, learn; for
-        # rollout.steps_ahead > 0. 0 = all hosts do both.
+        # The number of hosts that only collect: the last hosts of the run. The
+        # devices of the other hosts form the mesh, and learn at the same time.
+        # It needs rollout.steps_ahead > 0. 0 = all hosts collect and learn.
         'collectors': 0,
       },
       'data': {
@@ -75,13 +78,15 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The folder that holds the files of jsonl, or the data sets of tfds.
         'root': '',
         # Training questions: a file in that folder, a data set, or a mixture of
-        # several such as 'nq:train weight=2, hotpotqa:train weight=1 hops>=2'.
-        # See docs/data.md.
+        # several data sets, such as
+        # 'nq:train weight=2, hotpotqa:train weight=1 hops>=2'. See
+        # docs/data.md.
         'train': '',
         # Evaluation questions, written like the training questions, without
         # weights; '' = no evaluation.
         'evaluation': '',
-        # A file of passages in that folder; '' = an external server has them.
+        # A file of passages in that folder; '' = an external server has the
+        # passages.
         'corpus': '',
         # With jsonl and tfds, if the model has no tokenizer, a BPE tokenizer is
         # trained on the passages. This is the size of its vocabulary.
@@ -90,15 +95,16 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           # Seed of the encyclopedia. It does not depend on the run's seed, so
           # evaluations of different runs ask the same questions.
           'seed': 0,
-          # How many facts lead to an answer; (1, 2) alternates the two.
+          # The numbers of facts that lead to an answer; (1, 2) alternates
+          # between one fact and two facts.
           'hops': (1, 2),
           'entities_per_type': 42,  # entities of each of the five types
           'name_pieces': 2,  # sub-word pieces that a name consists of
           'distractors': 0,  # extra entities to which no fact points
           'think_words': 0,  # filler words in each <think> of a demonstration
-          # In how many turns of a demonstration, from the first on, there may
-          # be an error; 0 = in all. With 1, what a dialogue earns is decided
-          # early, which is something that a critic can know.
+          # The number of first turns of a demonstration that may have an error;
+          # 0 = all turns. With 1, the reward of a dialogue is decided early, so
+          # a value model can predict it.
           'error_turns': 0,
           # The probability that a demonstration asks again with the whole name
           # after half of it has found nothing.
@@ -106,7 +112,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         },
         'arithmetic': {'max_number': 20},  # the largest number in a question
         'games': {
-          # How many games are trained on; 0 = new ones in every step.
+          # The number of games to train on; 0 = new games in every step.
           'count': 0,
         },
       },
@@ -115,37 +121,40 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The number of turns that may get an observation. One more turn may
         # follow, which can only give the answer.
         'max_turns': 4,
-        'max_turn_tokens': 500,  # longest turn
+        'max_turn_tokens': 500,  # the longest turn
         'max_observation_tokens': 500,  # longer observations are cut
-        # Longest trajectory (prompt, turns and observations), in tokens.
+        # The longest trajectory (prompt, turns and observations), in tokens.
         'max_length': 4096,
         # A text file that contains {question}; '' = the built-in prompt.
         'prompt_template': '',
-        # module:function, a function of yours that computes one more reward of
-        # a trajectory; '' = none. See docs/data.md.
+        # module:function, a function of yours that computes an additional
+        # reward of a trajectory; '' = no function. See docs/data.md.
         'reward_function': '',
         # The weight of each reward.
         'rewards': {
           # Rewards of the trajectory, on its last token.
           'exact_match': 1.0,  # if the answer is a golden answer
           'substring_match': 0.0,  # if the answer contains a golden answer
-          'f1': 0.0,  # times the F1 of its words with a golden answer's
+          # Times the F1 score of the words of the answer and a golden answer.
+          'f1': 0.0,
           'format': 0.0,  # if every turn has the right form
           'search_penalty': 0.0,  # subtracted once per search
-          # Subtracted from trajectories that come near max_length: nothing up
-          # to max_length - n, all of it at max_length, linear in between, where
-          # n is overlong_fraction times max_length (DAPO). Without it a
-          # trajectory that was cut off has the reward of a wrong answer.
+          # Subtracted from the reward of long trajectories: nothing up to a
+          # length of max_length - n, the whole weight at max_length, and a
+          # linear share in between, where n is overlong_fraction times
+          # max_length (DAPO). Without this penalty, a trajectory that was cut
+          # off has the reward of a wrong answer.
           'overlong': 0.0,
           # Rewards of a turn, on the last token of the turn.
           'turn_search': 0.0,  # if its search found passages
-          'turn_answer_found': 0.0,  # if these contain a golden answer
+          'turn_answer_found': 0.0,  # if these passages contain a golden answer
           # If these passages contain a golden answer and no earlier ones did.
           'turn_first_found': 0.0,
           # Times the gain in the probability of the first golden answer by what
-          # was read after the turn. The policy that is about to be updated is
-          # asked, also with rollout.steps_ahead. It costs up to max_turns + 1
-          # forward passes of each trajectory, each over all tokens so far.
+          # was read after the turn. The probabilities are those of the policy
+          # that is about to be updated, also with rollout.steps_ahead. They
+          # cost up to max_turns + 1 forward passes of each trajectory, each
+          # over all tokens so far.
           'information_gain': 0.0,
           # Rewards of env.name=textworld.
           'solved': 1.0,  # reward of the trajectory, if the game is solved
@@ -153,15 +162,16 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           # before the turn, subtracted if it is more. 0 = sparse rewards.
           'turn_progress': 0.0,
         },
-        # The last part of max_length, in which rewards.overlong grows.
+        # The last share of max_length, in which rewards.overlong grows.
         'overlong_fraction': 0.2,
-        # Where the answer is searched for. response: in the policy's turns.
-        # search_r1: in prompt and response, like the scorer of Search-R1,
-        # faults included.
+        # The text in which the scorer looks for the answer. response: the turns
+        # of the policy. search_r1: the prompt and the response, as the scorer
+        # of Search-R1 does, with its faults.
         'reward_scope': 'response',
         # env.name=tools: functions that the policy can call.
         'tools': {
-          # The built-in tools that it can call, keys of TOOLS in envs/tools.py.
+          # The built-in tools that the policy can call: keys of TOOLS in
+          # envs/tools.py.
           'names': ('calculator',),
           # MCP servers: addresses such as http://localhost:8000/mcp, or
           # commands such as 'python server.py'. All their tools can be called.
@@ -183,27 +193,29 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           'timeout': 60.0,  # seconds per call of its methods
         },
       },
-      # How a question becomes the tokens that the model reads; see
-      # docs/prompts.md. `python -m stppo_jax prompt` shows them.
+      # How a question becomes the tokens of a prompt; see docs/prompts.md.
+      # `python -m stppo_jax prompt` shows the tokens.
       'prompt': {
-        # A system message before the question; '' = the chat template's own, if
-        # it has one. Where the template allows none, it begins the question.
+        # A system message before the question; '' = the system message of the
+        # chat template, if it has one. If the template allows no system
+        # message, the message becomes the start of the question.
         'system': '',
-        # Whether the model thinks first, for chat templates that let one choose
-        # it, as that of Qwen3: auto | on | off. auto: their own choice.
+        # Whether the model thinks first, for chat templates with this option,
+        # such as the template of Qwen3: auto | on | off. auto: the template
+        # decides.
         'enable_thinking': 'auto',
         # Whether the chat template describes the tools of the environment, if
         # it can. The built-in prompt lists them anyway.
         'tools': True,
         # Whether a prompt begins with the tokenizer's bos_token: auto | on |
-        # off. auto: as the chat template writes it, or, without one, as the
+        # off. auto: as in the chat template or, without a chat template, as the
         # tokenizer begins any text.
         'bos': 'auto',
       },
       'retrieval': {
         'url': '',  # '' = an embedded server on a free local port
         # Protocol of the server: search_r1 | skyrl | rllm | zerosearch |
-        # r1_searcher. Our server speaks all. See docs/retrieval.md.
+        # r1_searcher. Our server speaks all of them. See docs/retrieval.md.
         'dialect': 'search_r1',
         'topk': 3,  # passages per search
         'timeout': 30.0,  # seconds per request
@@ -220,48 +232,52 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'updates': {
         'minibatch_size': 256,  # trajectories per optimiser step
         'num_epochs': 1,  # passes over a collected batch
-        # Further passes, in which the value model learns alone. `plan` and the
-        # metrics of throughput do not count them.
+        # Additional passes, in which only the value model learns. `plan` and
+        # the metrics of throughput do not count these passes.
         'value_epochs': 0,
-        # Whether every epoch divides the batch into minibatches in a random
-        # order of its own, or in the order of collection.
+        # True: every epoch divides the batch into minibatches in a new random
+        # order. False: in the order of collection.
         'shuffle': True,
-        # The updates of a step end after the first in which log(old / new), the
-        # mean over its policy tokens (actor/ppo_kl), exceeds this; 0 = never.
+        # The updates of a step end after the first update whose mean of
+        # log(old / new) over the policy tokens (actor/ppo_kl) exceeds this
+        # number; 0 = never.
         'kl_stop': 0.0,
-        # Tokens of a row of the forward pass, which holds several trajectories;
-        # 0 = env.max_length. Longer rows are filled better.
+        # The tokens of a row of the forward pass. A row holds several
+        # trajectories. 0 = env.max_length. Longer rows have less padding.
         'row_length': 0,
-        # Rows per forward pass, on all devices together; 0 = all of a
+        # Rows per forward pass, on all devices together; 0 = all rows of a
         # minibatch.
         'microbatch_size': 0,
-        # On a single CPU device, in place of microbatch_size: rows per forward
-        # pass of one core. The cores run in parallel, each with gradients of
-        # its own. It has no effect if the scope of a correction is the
-        # microbatch. 0 = off.
+        # On a single CPU device, in place of microbatch_size: the rows per
+        # forward pass of one core. The cores run in parallel, and each core
+        # computes gradients of its own rows. This key has no effect if the
+        # scope of a correction is the microbatch. 0 = off.
         'core_rows': 0,
         # The run ends with exit code 76 after this many skipped updates in a
         # row; 0 = never. An update is skipped if its loss, its gradient, a new
         # weight or a new moment is not finite, or if the norm of a gradient is
         # above skip_grad_norm.
         'max_skipped': 8,
-        # Tokens per device whose logits are held at once, at least one per
-        # trajectory; 0 = all tokens. A few arrays of 4 bytes x vocabulary
-        # entries x tokens are held; the backward pass computes them again.
+        # The number of tokens per device whose logits are in memory at once, at
+        # least one token of each trajectory; 0 = all tokens. The logits take a
+        # few arrays of 4 bytes x vocabulary size x tokens. The backward pass
+        # computes them again.
         'head_chunk': 4096,
-        # What a layer keeps for the backward pass: none (everything is kept) |
-        # all_dots (all matrix products) | dots (products with weights, not
-        # those of attention) | full (only its input).
+        # The arrays that a layer keeps for the backward pass: none (no
+        # recomputation, all arrays are kept) | all_dots (all matrix products) |
+        # dots (products with weights, but no products of attention) | full
+        # (only the input of the layer).
         'remat': 'none',
         # The old policy, which is the denominator of the ratio. sampled: the
-        # policy that collected, so the ratio contains the staleness. current:
-        # the policy before the updates of this step, so the staleness is in k
-        # of the corrections tis, mis, icepop and geo_rs.
+        # policy that collected the trajectories, so the ratio contains the
+        # staleness. current: the policy before the updates of this step, so the
+        # staleness is in k of the corrections tis, mis, icepop and geo_rs.
         'old_policy': 'sampled',
-        # Which experts tokens visit in an update: nowhere | trainer | sampler.
-        # nowhere: those that the router chooses now. trainer: those of the old
-        # policy in the trainer (R2). sampler: those of the local engine (R3).
-        # With the last two, a change of the routing does not change the ratio.
+        # The experts that tokens visit in an update: nowhere | trainer |
+        # sampler. nowhere: the experts that the router chooses now. trainer:
+        # the choice of the old policy in the trainer (R2). sampler: the choice
+        # of the local engine (R3). With trainer and sampler, a change of the
+        # routing does not change the ratio.
         'routing_replay': 'nowhere',
       },
       'policy_optimizer': optimizer.adam(learning_rate=1e-6),
@@ -269,16 +285,17 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'loss': {
         'entropy_coefficient': 0.001,  # weight of the entropy bonus
         # The smallest and the largest return, such as (0.0, 1.0) for an answer
-        # that is right or wrong. Values then lie between the two, start in the
-        # middle, and learn by cross-entropy in place of the squared error; ()
-        # = any values.
+        # that is right or wrong. Values then lie between these two numbers,
+        # start in the middle, and learn by cross-entropy. () = values have no
+        # bounds, and learn by the squared error.
         'value_range': (),
-        'value_clip': 0.5,  # most that a value may differ from the old one
-        # The weight of the value loss where value_backbone=shared.
+        'value_clip': 0.5,  # the largest difference of a value from its old one
+        # The weight of the value loss if model.value_backbone=shared.
         'value_coefficient': 0.5,
-        'value_warmup_steps': 0,  # first steps, which update only the values
+        # The number of first steps, in which only the value model learns.
+        'value_warmup_steps': 0,
         # The value warm-up ends early once critic/vf_explained_var has not
-        # risen for so many steps, even if it never was above 0; 0 = never.
+        # risen for this many steps, even if it never was above 0; 0 = never.
         'value_warmup_patience': 0,
         # The weight of the load-balance loss of the policy's experts, if any.
         'load_balance_coefficient': 0.001,
@@ -292,7 +309,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # Steps between evaluations; the last step is always evaluated.
         # 0 = never.
         'every': 50,
-        'num_questions': 512,  # per data set, always the same ones
+        'num_questions': 512,  # per data set, always the same questions
       },
       # Saving, resuming and preemptions: configs/saving.py.
       'checkpoint': saving.checkpoint(),
@@ -303,23 +320,25 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # Experiment trackers that get the metrics too: some of wandb, trackio.
         'trackers': (),
         'trajectories': 16,  # dialogues that each host writes per step
-        # How many of them have ratio, advantage, value and entropy of each
-        # token, which takes a forward pass over them; see docs/report.md.
+        # The number of these dialogues that get ratio, advantage, value and
+        # entropy of each token. This takes a forward pass over the dialogues;
+        # see docs/report.md.
         'token_details': 4,
         'evaluation': 16,  # dialogues that each host writes per evaluation
         'samples': 2,  # dialogues printed per evaluation
-        # Files of dialogues of each kind that are kept, the newest; 0 = all.
+        # The number of newest dialogue files to keep, of each kind of
+        # dialogues; 0 = all files.
         'keep_files': 0,
-        # The lines of at least so many of the newest steps are kept in
-        # metrics.jsonl, and of at most twice as many; 0 = all.
+        # metrics.jsonl keeps the lines of at least this many of the newest
+        # steps, and of at most twice as many; 0 = all lines.
         'keep_lines': 0,
       },
-      # What the metrics of a step are compared with, to warn of a run that is
-      # going wrong: configs/alarms.py.
+      # Thresholds for the metrics of a step, which warn of a run that is going
+      # wrong: configs/alarms.py.
       'alarms': alarms.section(),
       'profile': {
-        # The first step to trace, counted from 1, and the first one after it
-        # that is not traced; (0, 0) = none. See docs/commands.md.
+        # The first step to trace, counted from 1, and the first step after it
+        # that is not traced; (0, 0) = no step. See docs/commands.md.
         'steps': (0, 0),
       },
     }

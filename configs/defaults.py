@@ -1,36 +1,41 @@
 """The default options of every choice that an algorithm is made of.
 
-They are not beside the functions that take them, so that reading a config
-imports no jax. The options of the other sections are those of `token_ppo` in
-`algorithms.py`.
+The defaults are not in the modules of the functions that take the options, so
+that reading a config does not import jax. The defaults of the other sections of
+an algorithm are the options of `token_ppo` in `algorithms.py`.
 """
 
 import math
 
 # The default options of every choice, for the sections whose options depend on
-# their name.
+# the name of the choice.
 DEFAULTS = {
   # The trusted interval of the ratio.
   'bounds': {
     # [1 - clip_low, 1 + clip_high]
     'fixed': {'clip_low': 0.2, 'clip_high': 0.2},
-    # Both distances times n^-exponent, n the policy tokens of the segment.
+    # Both distances are multiplied by n^-exponent, where n is the number of
+    # policy tokens of the ratio's segment.
     'by_length': {'clip_low': 0.2, 'clip_high': 0.2, 'exponent': 0.5},
-    # Both distances times 1 + strength (2 sigmoid(z) - 1), z the reward of the
-    # turn compared with those of turns of the same number.
+    # Both distances are multiplied by 1 + strength (2 sigmoid(z) - 1), where z
+    # is the reward of a turn, normalised over the question's turns with the
+    # same number.
     'by_reward': {'clip_low': 3e-3, 'clip_high': 4e-3, 'strength': 0.3},
     # How far a token's probability may fall and rise.
     'total_variation': {'fall': 0.15, 'rise': 0.15},
-    # How far a token's distribution "this or another" may diverge, in nats.
+    # The largest divergence, in nats, of the distribution over "this token" and
+    # "another token", for a probability that falls and for one that rises.
     'binary_kl': {'fall': 0.05, 'rise': 0.05},
-    # Both distances times clip(H / mean H, least, most) of the segment.
+    # Both distances are multiplied by clip(H / mean H, least, most), where H is
+    # the mean entropy of the ratio's segment.
     'entropy_scaled': {
       'clip_low': 0.2,
       'clip_high': 0.2,
       'least': 0.5,
       'most': 2.0,
     },
-    # Absolute bounds that widen until positive terms have positive_share.
+    # Absolute bounds, which widen until terms with a positive advantage have
+    # positive_share of the sum of all terms.
     'balanced': {
       'low': 0.6,
       'high': 1.2,
@@ -41,37 +46,40 @@ DEFAULTS = {
       'positive_share': 0.4,
     },
   },
-  # What happens outside the trusted interval.
+  # The objective: how a token counts inside and outside the trusted interval.
   'objective': {
     'pessimistic': {},
     'dual_clip': {'c': 3.0},  # the largest ratio that counts where A < 0
     'geometric': {},
-    # The temperatures of the gate where A > 0, and elsewhere.
+    # The temperatures of the gate, for tokens with A > 0 and for other tokens.
     'soft_gate': {'tau_positive': 1.0, 'tau_negative': 1.05},
     # -A r + |A| pi_old (r - 1)^2 / (2 threshold).
     'quadratic': {'threshold': 12.5},
     'detached': {},
-    'masked': {'cap': math.inf},  # the largest weight
+    'masked': {'cap': math.inf},  # the largest weight of a token
     'unclipped': {},
     'tapered': {},
-    # Weights r^power exp(decay (1 - r)), where A >= 0 and where A < 0.
+    # The weight of a token is r^power exp(decay (1 - r)), with the first two
+    # options if A >= 0 and the last two if A < 0.
     'gamma_weighted': {
       'power_positive': 2.0,
       'decay_positive': 3.0,
       'power_negative': 3.0,
       'decay_negative': 2.0,
     },
-    # A share of the tokens is cut whose covariance is between least and most.
+    # Random tokens whose covariance is between least and most are cut: as many
+    # as this share of the policy tokens.
     'clip_cov': {'share': 2e-4, 'least': 1.0, 'most': 5.0},
-    # A share of the tokens gets a penalty coefficient * |log r|.
+    # This share of the policy tokens, with the highest covariance, gets a
+    # penalty coefficient * |log r|.
     'kl_cov': {'share': 2e-4, 'coefficient': 1.0},
-    # Trajectories whose outcome is `least` or more are imitated, too. That is
-    # the sum of all rewards on the last token: search_penalty and overlong
-    # lower it, and if no outcome is so high nothing is imitated. The metric
-    # actor/imitated tells the share.
+    # Trajectories whose outcome is `least` or more are imitated, too. The
+    # outcome is the sum of all rewards on the last token, so search_penalty and
+    # overlong lower it. If no outcome reaches `least`, nothing is imitated. The
+    # metric actor/imitated shows the share that is imitated.
     'positive_examples': {'coefficient': 0.1, 'least': 1.0},
   },
-  # How the terms of the tokens become a scalar.
+  # How the loss terms of all tokens become a scalar.
   'aggregate': {
     'token_mean': {},
     'turn_mean': {},
@@ -79,8 +87,8 @@ DEFAULTS = {
     'sequence_sum': {},
     'constant_length': {'max_response_tokens': 4096.0},
   },
-  # How advantages are estimated. `whiten` says over which tokens they are
-  # whitened: none | policy | all (observation tokens too).
+  # How advantages are estimated. `whiten` names the tokens over which they are
+  # whitened: none | policy | all (policy tokens and observation tokens).
   'advantage': {
     'gae': {
       'gamma': 1.0,
@@ -89,24 +97,25 @@ DEFAULTS = {
       'gamma_turn': 0.95,
       'lambda_turn': 1.0,
       'steps': 'token',  # token | turn | bilevel
-      # If steps is token: skipped | included (as in the reference
-      # implementation).
+      # Whether observation tokens are steps, if steps is token: skipped |
+      # included (as in the reference implementation).
       'observation_tokens': 'skipped',
-      # Where the value model is trained: at steps that are policy tokens
-      # (policy), or at all steps (response). Included observations need
-      # `response`, unless gamma and lambda_ are 1.
+      # The tokens at which the value model is trained: the steps that are
+      # policy tokens (policy), or all steps (response). If observation tokens
+      # are included, and gamma or lambda_ is not 1, it must be response.
       'critic_tokens': 'policy',
       'whiten': 'policy',
     },
-    # GAE over policy tokens, with a lambda of its own for the critic.
+    # GAE over policy tokens, with a separate lambda for the value model.
     'decoupled_gae': {
       'gamma': 1.0,
       'lambda_': 1.0,
       'lambda_critic': 1.0,
-      # lambda_ is multiplied by 1 - 1 / (alpha * policy tokens of the row).
+      # lambda_ is multiplied by 1 - 1 / (alpha * n), where n is the number of
+      # policy tokens of the row.
       'alpha': math.inf,
-      # Which baseline the policy has: critic | explained (the critic's only if
-      # its explained variance is positive).
+      # The baseline of the policy's advantages: critic (the values) | explained
+      # (the values only if their explained variance is positive).
       'baseline': 'critic',
       'whiten': 'policy',
     },
@@ -123,8 +132,8 @@ DEFAULTS = {
       'whiten': 'none',
     },
     'turn_pooled': {
-      # Whether outcomes are compared with the rewards of turns, too: joint |
-      # separate.
+      # Whether outcomes and rewards of turns are normalised together (joint) or
+      # apart (separate).
       'pool': 'joint',
       'gamma': 1.0,
       'epsilon': 1e-6,
@@ -134,8 +143,9 @@ DEFAULTS = {
       'omega': 1.0,  # weight of the advantage among turns
       'outcome_weight': 1.0,  # weight of the advantage among trajectories
       'gamma': 0.95,  # discount per turn
-      # The most earlier states by which turns are compared, beside their own
-      # state. A comparison by n of them weighs (n + 1)^power.
+      # Turns are compared if their own states and h earlier states are equal,
+      # for each h from 0 to history. The comparison with h earlier states has
+      # the weight (h + 2)^power.
       'history': 0,
       'power': 1.0,
       'normalize': 'std',  # std | none
@@ -148,7 +158,7 @@ DEFAULTS = {
   },
 }
 
-# The values with which runs behaved that began before an option existed.
+# Option -> the value with which runs behaved before the option existed.
 BEFORE = {
   'advantage.critic_tokens': 'policy',
   'advantage.history': 0,
@@ -166,11 +176,11 @@ BEFORE = {
 
 
 def choice(kind: str, name: str, **changes: float | str) -> dict:
-  """Returns a choice with the defaults of its options, some of them changed.
+  """Returns the name of a choice and its default options, some of them changed.
 
   Args:
-    kind: a key of `DEFAULTS`.
-    name: a key of `DEFAULTS[kind]`.
+    kind: the section of the choice, a key of `DEFAULTS`.
+    name: the name of the choice, a key of `DEFAULTS[kind]`.
     **changes: options that differ from their defaults.
   """
   return {'name': name, **DEFAULTS[kind][name], **changes}

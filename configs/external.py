@@ -1,7 +1,8 @@
-"""Rules about what a config names: files, data sets, functions and servers.
+"""Checks the files, data sets, functions and servers that a config names.
 
-Each function yields the errors, one line each. It takes a key and its value, or
-the values of the keys that `configs/relations.py` names.
+Each function yields errors, one line each. Its arguments are a key and the
+value of the key, or the values of the keys that `configs/relations.py` lists
+for the function.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from stppo_jax.retrieval import address
 
 
 def model_exists(key: str, path) -> Iterator[str]:
-  """Checks that a key names a Hugging Face model of a family, or nothing."""
+  """Checks that a key is empty or names a model of a known family."""
   for folder in _here(key, path, hub.local_folder):
     if isinstance(folder, str):
       yield folder
@@ -42,7 +43,7 @@ def model_exists(key: str, path) -> Iterator[str]:
 
 
 def tokenizer_exists(key: str, path) -> Iterator[str]:
-  """Checks that the tokenizer of its own, if any, is there."""
+  """Checks that the tokenizer that a key names, if any, exists."""
   for folder in _here(key, path, hub.local_folder):
     if isinstance(folder, str):
       yield folder
@@ -51,10 +52,11 @@ def tokenizer_exists(key: str, path) -> Iterator[str]:
 
 
 def adapter_options(config) -> Iterator[str]:
-  """Takes over the options of the adapters that a run starts from.
+  """Copies the options of the adapters that a run starts from to its config.
 
   Yields:
-    Why these cannot be trained further, and the keys that have other values.
+    An error if the adapters cannot be read or trained further, and an error for
+    each key to which the config gives another value.
   """
   path = settings.flatten(config).get('model.lora.path', '')
   for folder in _here('model.lora.path', path, hub.local_folder):
@@ -86,7 +88,7 @@ def _here(
   place: str,
   local_folder: Callable[[str], pathlib.Path] = buckets.local_folder,
 ) -> Iterator[pathlib.Path | str]:
-  """Yields the folder that a key names, if it names one, or why it cannot.
+  """Yields the folder that a key names, or an error; nothing for an empty key.
 
   Raises:
     BucketError: the folder is in a bucket that may be in reach later.
@@ -103,13 +105,13 @@ def _here(
 
 
 def file_exists(key: str, path) -> Iterator[str]:
-  """Checks that a key names a file, or nothing."""
+  """Checks that a key is empty or names a file."""
   if path and not pathlib.Path(path).is_file():
     yield f'{key}={path!r}: {_not_there(pathlib.Path(path), "file")}'
 
 
 def template_is_readable(key: str, path) -> Iterator[str]:
-  """Checks that the template of the prompt can be read and has its field."""
+  """Checks that the prompt template can be read and contains its field."""
   try:
     prompts.load_template(path)
   except ValueError as error:
@@ -117,10 +119,11 @@ def template_is_readable(key: str, path) -> Iterator[str]:
 
 
 def trackers_are_installed(key: str, names) -> Iterator[str]:
-  """Checks that the packages of experiment trackers are there."""
+  """Checks that the packages of experiment trackers are installed."""
   for name in names:
     spec = importlib.util.find_spec(name)
-    # A folder of that name, as wandb leaves where it has run, has no origin.
+    # wandb leaves a folder `wandb` where it has run. Python takes the folder
+    # for a package, but without an origin.
     if spec is None or spec.origin is None:
       yield (
         f'{key}={names!r}: needs the package {name}: pip install '
@@ -146,7 +149,7 @@ def gymnasium_is_made(make, environment) -> Iterator[str]:
 
 
 def passages_are_named(name, root, corpus, url, environment) -> Iterator[str]:
-  """Checks that a run on files has passages, or a server that has them."""
+  """Checks that a run on files names a file or a server of passages."""
   is_of_files = root and name in ('jsonl', 'tfds')
   needed = is_of_files and environments.find(environment).needs_retriever
   if needed and not url and not corpus:
@@ -156,7 +159,7 @@ def passages_are_named(name, root, corpus, url, environment) -> Iterator[str]:
 
 
 def data_exist(name, root, train, evaluation, corpus) -> Iterator[str]:
-  """Checks that the files or data sets exist and lie under the root."""
+  """Checks that the files or data sets exist and lie under `data.root`."""
   if name not in ('jsonl', 'tfds'):
     return
   if not root:
@@ -216,8 +219,8 @@ def url_is_valid(key: str, url) -> Iterator[str]:
     yield f'{key}: {problem}'
 
 
-# What looks for files and packages on this machine, and so says nothing about
-# another one.
+# The checks that look for files and packages on this machine. Their results say
+# nothing about another machine.
 OF_THIS_MACHINE = (
   model_exists,
   tokenizer_exists,

@@ -6,10 +6,11 @@
         --workdir=runs/hotpotqa
 
 MODEL is the Hugging Face directory of a model that follows instructions. The
-search engine has the paragraphs that came with the questions, some half a
-million. Set data.corpus='' and retrieval.url to search in all of Wikipedia.
-`configs/hotpotqa.py:st_ppo,7b` does so, in the setting of the paper for Qwen2.5
-of 1.5B, 3B or 7B; configs/nq_hotpotqa.py has its hardware and figures.
+search engine has the paragraphs that came with the questions, about half a
+million. Set data.corpus='' and retrieval.url to search in all of Wikipedia. The
+config `configs/hotpotqa.py:st_ppo,7b` searches in all of Wikipedia, in the
+setting of the paper, which trains Qwen2.5 of 1.5B, 3B or 7B;
+configs/nq_hotpotqa.py has its hardware and figures.
 """
 
 from stppo_jax.configs import base

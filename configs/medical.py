@@ -11,7 +11,7 @@
 FOLDER holds the files of MedMCQA, MODEL is the Hugging Face directory of a
 model that follows instructions, and the server has medical passages. The reward
 is the accuracy of the choice. More than half of the answers of PubMedQA are
-"yes", so the weights keep it to a tenth.
+"yes", so only a tenth of the training questions are from PubMedQA.
 
 The setting of the paper (arXiv:2511.20718) trains Qwen2.5-Instruct of 1.5B, 3B
 or 7B: a step has 256 questions, a minibatch 128 trajectories, and a dialogue at
@@ -21,14 +21,15 @@ most 6 searches. Every host of a slice of TPU v5e runs
         --config.data.root=DATA --config.model.path=MODEL \
         --config.retrieval.url=http://HOST:8000 --workdir=/shared/run
 
-and launch/README.md has launchers that start it. All hosts must see /shared,
-DATA and MODEL. docs/recipes.md says what to look at after ten steps.
+and launch/README.md has launchers that start this command. All hosts must see
+/shared, DATA and MODEL. docs/recipes.md lists metrics to look at after ten
+steps. The command
 
     python -m stppo_jax plan --config=configs/medical.py:7b \
         --topology=v5e:8x8 --compile=False --config.model.path=MODEL
 
-needs no data. If half of the tokens are trained on, it estimates (no run on a
-TPU has confirmed it yet, nor on a node of eight H100):
+needs no data. It prints these estimates, if half of the tokens are trained on.
+No run on a TPU, or on a node of eight H100, has confirmed them yet.
 
     size      topology   GiB of a chip seconds a step   200 steps
     1_5b      v5e:4x4    9.4 of 15.75  37, at least 16  2 hours, 33 chip-hours

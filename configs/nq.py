@@ -5,11 +5,12 @@
         --config.data.root=DATA --workdir=runs/nq
 
 The first command fetches the part of Natural Questions for which QED has
-paragraphs: some 7,600 training and 1,400 evaluation questions. Of these, the
-run has those with an answer of at most five words. A byte-level BPE tokenizer
-is trained on the paragraphs. As in `configs/own.py`, a small random model first
-imitates searching and quoting, and then learns from rewards. It cannot read:
-docs/your_own_data.md says what it learns, and how long that takes.
+paragraphs: some 7,600 training and 1,400 evaluation questions. The run uses
+only the questions with an answer of at most five words. A byte-level BPE
+tokenizer is trained on the paragraphs. As in `configs/own.py`, a small random
+model first imitates searching and quoting, and then learns from rewards. This
+model cannot read. docs/your_own_data.md describes what it learns, and how long
+that takes.
 
 `configs/nq.py:st_ppo,7b` is the setting of the paper for Qwen2.5 of 1.5B, 3B or
 7B instead, with all questions of the data set `nq` and a server that has the

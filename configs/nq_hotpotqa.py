@@ -18,16 +18,16 @@ The setting of the paper, which docs/algorithms.md describes, trains Qwen2.5 of
         --config.data.root=DATA --config.model.path=MODEL \
         --config.retrieval.url=http://HOST:8000 --workdir=/shared/run
 
-and launch/README.md has launchers that start it. All hosts must see /shared,
-DATA and MODEL; docs/recipes.md says what to look at after ten steps. With a
-size, `configs/nq.py` and `configs/hotpotqa.py` are the same setting with one of
-the two data sets.
+and launch/README.md has launchers that start this command. All hosts must see
+/shared, DATA and MODEL. docs/recipes.md lists metrics to look at after ten
+steps. With a size, `configs/nq.py` and `configs/hotpotqa.py` are the same
+setting with one of the two data sets. The command
 
     python -m stppo_jax plan --config=configs/nq_hotpotqa.py:7b \
         --topology=v5e:8x8 --compile=False --config.model.path=MODEL
 
-needs no data. If half of the tokens are trained on, it estimates (no run on a
-TPU has confirmed it yet, nor on a node of eight H100):
+needs no data. It prints these estimates, if half of the tokens are trained on.
+No run on a TPU, or on a node of eight H100, has confirmed them yet.
 
     size      topology   GiB of a chip seconds a step   500 steps
     1_5b      v5e:4x4    9.6 of 15.75  66, at least 28  9 hours, 146 chip-hours
@@ -60,7 +60,7 @@ def get_config(argument: str = 'st_ppo') -> base.Config:
 
 
 def of_one(data_set: str, argument: str) -> base.Config:
-  """Returns the config with one of the two data sets, nq or hotpotqa."""
+  """Returns the config of `argument` with only one data set: nq or hotpotqa."""
   config = get_config(argument)
   config.data.train = f'{data_set}:train'
   config.data.evaluation = f'{data_set}:validation'

@@ -8,23 +8,24 @@ from stppo_jax.configs import optimizer
 def sft() -> dict[str, Any]:
   """Returns the section `sft`."""
   return {
-    'num_steps': 2000,  # one update each
+    'num_steps': 2000,  # steps with one update each
     # Whether `train` begins with `sft` if model.path is ''. The result is
     # kept in WORKDIR/start.
     'before_training': False,
     'batch_size': 64,  # dialogues
-    # A file of demonstrations, as `data demonstrate` prints them; '' = made
-    # from the questions of the run in every step.
+    # A file of demonstrations, as `data demonstrate` prints them; '' = every
+    # step makes demonstrations from the questions of the run.
     'demonstrations': '',
     'error_rate': 0.3,  # probability of an error at each decision
-    # Questions from files: the largest number of words of an answer that quotes
-    # the beginning of a gold passage; 0 = the golden answer. In steps without
-    # errors, every second question is then words of a gold passage, too. See
+    # For questions from files: if it is above 0, the answer of a demonstration
+    # quotes the beginning of a gold passage, with at most this many words. In
+    # steps without errors, words of a gold passage then replace every second
+    # question, too. 0 = the answer is the golden answer. See
     # docs/your_own_data.md.
     'quote_words': 0,
-    # The first steps, which have questions of one hop and no errors.
+    # The number of first steps, which have questions of one hop and no errors.
     'clean_one_hop_steps': 0,
-    # The next steps, which have questions of all hops and no errors.
+    # The number of next steps, which have questions of all hops and no errors.
     'clean_steps': 0,
     # The learning rate falls linearly to 0 in the second half.
     'optimizer': optimizer.adam(
@@ -40,7 +41,7 @@ def preference() -> dict[str, Any]:
     'beta': 0.1,  # how strongly the policy is kept near the reference
     'alpha': 0.5,  # tdpo2: weight of the divergences
     'batch_size': 64,  # pairs per update
-    # Rows per forward pass, with at least one pair in each; 0 = all.
+    # Rows per forward pass, with at least one pair in each row; 0 = all rows.
     'microbatch_size': 0,
     'num_epochs': 1,  # passes over the pairs
   }

@@ -6,8 +6,8 @@
         --config.data.root=DATA --workdir=runs/own_study
 
 DATA is a folder that holds train.jsonl, test.jsonl and corpus.jsonl.
-docs/your_own_data.md says what the small model below learns of them, how long
-that takes on two CPU cores, and what it does not learn.
+docs/your_own_data.md describes what the small model below learns from these
+files, how long that takes on two CPU cores, and what the model does not learn.
 """
 
 from stppo_jax.configs import base
@@ -34,10 +34,10 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
 
   # The model. A real run starts from a model that can follow instructions: set
   # config.model.path to its Hugging Face directory, and delete the lines from
-  # here to the batches, and those of the learning rates. It can read, so its
-  # short answers can match exactly. The small random model below first imitates
-  # searching and quoting, and learns from rewards which query finds the answer
-  # and how much it must quote.
+  # here to the batches, and the lines of the learning rates. Such a model can
+  # read, so its short answers can match exactly. The small random model below
+  # first imitates searching and quoting. Then it learns from rewards which
+  # query finds the answer, and how much it must quote.
   config.model.hidden_size = 128
   config.model.intermediate_size = 128
   config.model.num_layers = 2
@@ -61,13 +61,13 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.env.max_length = 256
   config.rollout.length_bucket = config.env.max_length
 
-  # A sampled quotation of a small model soon goes astray; at a low temperature
-  # it does not.
+  # A small model soon makes errors when it samples a quotation. A low
+  # temperature prevents this.
   config.rollout.temperature = 0.5
 
-  # Batches. A real run has hundreds of trajectories per step, and
-  # config.updates.microbatch_size in place of core_rows says how many fit in
-  # memory at once.
+  # Batches. A real run has hundreds of trajectories per step. In place of
+  # core_rows, it sets config.updates.microbatch_size to the number of rows that
+  # fit in memory at once.
   config.rollout.trajectories_per_step = 128
   if config.rollout.group_size > 1:
     config.rollout.group_size = 8  # divides trajectories_per_step
@@ -86,8 +86,9 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
 
 
 def studies():
-  """Returns the study of `ablate`; docs/your_own_study.md has its form."""
-  # All runs share one start, which a model of your own does not need.
+  """Returns a study for `ablate`; docs/your_own_study.md describes the form."""
+  # All runs share one supervised start. If model.path names a model, the runs
+  # start from that model instead.
   starts = {} if get_config().model.path else {'own': {}}
   arm = {'start': 'own'} if starts else {}
   arms = {name: dict(arm) for name in ('token_ppo', 'turn_ppo')}

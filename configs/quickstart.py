@@ -41,14 +41,15 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.rollout.trajectories_per_step = 128
   if config.rollout.group_size > 1:
     config.rollout.group_size = 8  # divides trajectories_per_step
-  # One length for all batches. Shorter ones would save no padding, because
+  # One length for all batches. Shorter batches would save no padding, because
   # several trajectories share a row of the forward pass.
   config.rollout.length_bucket = config.env.max_length
   config.updates.minibatch_size = 64
-  config.updates.core_rows = 2  # few enough to fit the cache of a core
+  config.updates.core_rows = 2  # few enough rows to fit the cache of a core
   config.updates.num_epochs = 2
-  # More tokens than a minibatch has: with a small vocabulary all logits fit in
-  # memory, and a loop over chunks would only take time.
+  # This exceeds the tokens of a minibatch, so there is one chunk. With a small
+  # vocabulary all logits fit in memory, and a loop over chunks would only take
+  # time.
   config.updates.head_chunk = 8192
   config.policy_optimizer.update(
     learning_rate=2.5e-4, warmup_updates=20, weight_decay=0.0

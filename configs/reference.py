@@ -4,19 +4,19 @@
         --config.data.root=DATA --config.model.path=MODEL \
         --config.retrieval.url=http://HOST:8000 --workdir=runs/reference
 
-It is configs/nq_hotpotqa.py, whose data and sizes it takes, with the choices of
-the implementation that the authors of arXiv 2511.20718 trained with.
-docs/reference_run.md lists them beside ours, with what each changes on a batch,
-and says which choice is not reproduced. Learning rates rise in a share of the
-updates of this config: set their warm-up again if you change the number of
-steps or the sizes of batches.
+This config has the data and the sizes of configs/nq_hotpotqa.py, and the
+choices of the implementation that the authors of arXiv 2511.20718 trained with.
+docs/reference_run.md lists these choices beside ours, with the effect of each
+choice on a batch, and names the choice that is not reproduced. The warm-up of
+the learning rates is a share of the updates of this config. If you change the
+number of steps or the sizes of batches, set the warm-up again.
 """
 
 from stppo_jax.configs import base
 from stppo_jax.configs import nq_hotpotqa
 from stppo_jax.configs import slices
 
-# The choices for every algorithm; SO-GRPO has a scope of its own.
+# The choices for every algorithm. Only SO-GRPO keeps another scope.
 ALWAYS = {
   'updates.shuffle': False,
   'algorithm.correction.clipping_bias.scope': 'microbatch',
@@ -37,7 +37,7 @@ def get_config(argument: str = 'st_ppo') -> base.Config:
   if config.algorithm.advantage.name == 'gae':
     config.update_from_flattened_dict(WITH_VALUES)
   if algorithm == 'so_grpo':
-    # Their script for SO-GRPO has the ratio of tokens.
+    # The authors' script for SO-GRPO uses the ratio of tokens.
     config.algorithm.ratio.level = 'token'
     config.algorithm.correction.clipping_bias.scope = scope
   slices.warm_up(config)

@@ -1,8 +1,8 @@
 """Rules that concern several keys of a config.
 
-A relation is a pair of keys and a function of their values that yields the
-errors, one line each. `configs/schema.py` calls the function if the values of
-all its keys keep their own rules.
+A relation is a tuple of keys, and a function of their values that yields
+errors, one line each. `configs/schema.py` calls the function only if every
+value is valid by the rule of its own key.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ Relation = tuple[tuple[str, ...], Callable[..., Iterator[str]]]
 
 
 def _refuse(*keys: str, when: Callable[..., object], because: str) -> Relation:
-  """Returns a relation that some values of keys break.
+  """Returns a relation that refuses some combinations of values.
 
   Args:
-    *keys: the keys; an error begins with the first one and its value.
-    when: function of their values that returns whether they break it.
+    *keys: the keys. An error begins with the first key and its value.
+    when: a function of the values that returns whether they are refused.
     because: the rest of the error, in which {1} is the value of the second key.
   """
 
@@ -33,7 +33,7 @@ def _refuse(*keys: str, when: Callable[..., object], because: str) -> Relation:
 
 
 def _is_multiple(key: str, of: str) -> Relation:
-  """Returns the rule that `key` is a multiple of `of`."""
+  """Returns the relation that the value of `key` is a multiple of `of`'s."""
   return _refuse(
     key,
     of,
@@ -84,7 +84,7 @@ def _family_exists(qkv_bias, qk_norm, experts, visited, width) -> Iterator[str]:
 def _kl_coefficient_stays_positive(
   controller, horizon, trajectories
 ) -> Iterator[str]:
-  """A step multiplies it by 1 - 0.2 trajectories / horizon at least."""
+  """Checks that 1 - 0.2 trajectories / horizon, a step's factor, is above 0."""
   if controller == 'adaptive' and horizon <= trajectories / 5:
     yield (
       f'algorithm.kl.horizon={horizon}: must be greater than '
@@ -95,12 +95,12 @@ def _kl_coefficient_stays_positive(
     )
 
 
-# The corrections by the ratio to the sampler. It contains the staleness where
-# the old policy is the current one.
+# The corrections by the ratio of trainer to sampler. This ratio contains the
+# staleness if the old policy is the current policy.
 STALENESS_CORRECTIONS = ('tis', 'mis', 'icepop', 'geo_rs')
 
 
-# They count steps or passes in which the value model learns alone.
+# Keys that count the steps or passes in which only the value model learns.
 _OF_VALUES_ALONE = ('loss.value_warmup_steps', 'updates.value_epochs')
 
 RELATIONS: tuple[Relation, ...] = (
@@ -199,7 +199,7 @@ RELATIONS: tuple[Relation, ...] = (
       (
         'rollout.turn_swaps',
         lambda swaps: swaps == 'never',
-        'a run without it needs no record',
+        'a run without turn swaps needs no record',
       ),
       (
         'rollout.deterministic',
@@ -352,7 +352,7 @@ RELATIONS: tuple[Relation, ...] = (
     'loss.value_warmup_patience',
     'loss.value_warmup_steps',
     when=lambda patience, steps: patience and not steps,
-    because='must be 0 when loss.value_warmup_steps=0: no step is to end early',
+    because='must be 0 when loss.value_warmup_steps=0: there is no warm-up',
   ),
   _refuse(
     'model.value_backbone',

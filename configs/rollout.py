@@ -1,4 +1,4 @@
-"""The section about collecting: how trajectories are sampled."""
+"""The section `rollout`: how trajectories are collected and sampled."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ def section() -> dict[str, Any]:
   """Returns the section `rollout`."""
   return {
     'trajectories_per_step': 512,  # collected in each step
-    # Trajectories per question. Algorithms that compare them have more by
-    # default, see `CHANGES` in algorithms.py.
+    # Trajectories per question. Algorithms that compare the trajectories of a
+    # question have a larger default, see `CHANGES` in algorithms.py.
     'group_size': 1,
     # Groups whose rewards are all equal have no advantage. They are
     # replaced by groups of new questions, in at most this many extra
@@ -23,12 +23,12 @@ def section() -> dict[str, Any]:
     # The third keeps tokens with at least min_p times the largest
     # probability.
     'min_p': 0.0,
-    # Trajectories that a host decodes at once, also in evaluations; 0 = all
-    # that it collects of a step, or as many of them as the memory of its
-    # devices holds beside the training state.
+    # The number of trajectories that a host decodes at once, also in
+    # evaluations. 0 = all trajectories that the host collects in a step, or as
+    # many as fit in the memory of its devices beside the training state.
     'slots': 0,
-    # local: the engine of this process. remote: a server, see below. It
-    # must be local on several hosts.
+    # local: the engine of this process. remote: a server, see below. With
+    # several hosts, it must be local.
     'engine': 'local',
     # A server of completions that receives the weights; docs/engines.md.
     'remote': {
@@ -39,11 +39,11 @@ def section() -> dict[str, Any]:
       'retries': 4,  # attempts per turn after the first
       'concurrency': 256,  # turns requested at the same time
     },
-    # True: all slots are filled together, and again when the last dialogue
-    # has ended, so the bits do not depend on the retriever's timing. False:
-    # free slots are refilled at once, and only dialogues whose turn is
-    # being written are computed, which is faster and the same up to
-    # rounding.
+    # True: all slots are filled together, and refilled when the last dialogue
+    # has ended, so the bits of the results do not depend on the timing of the
+    # retriever. False: free slots are refilled at once, and only dialogues that
+    # are writing a turn are computed. This is faster, and the results are the
+    # same up to rounding.
     'deterministic': True,
     # If not deterministic: the most trajectories that one call of a program
     # decodes; 0 = all. Fewer trajectories differ less in length, which
@@ -55,40 +55,42 @@ def section() -> dict[str, Any]:
     # slots and holds whole groups.
     'lanes': 1,
     'prefill_chunk': 64,  # tokens appended to a slot per call
-    # The number of devices that one copy of the engine's weights is cut
-    # over. The other devices of a host hold further copies, which decode
+    # The number of devices over which one copy of the engine's weights is
+    # sharded. The other devices of a host hold further copies, which decode
     # other trajectories. 0 = mesh.tensor.
     'tensor': 0,
-    # The devices that a program decodes on, if there are several hosts. Each
+    # The devices on which a program decodes, if there are several hosts. Each
     # host decodes its own trajectories in any case.
-    # host: those of one host, which waits for no other.
-    # slice: those of all hosts, which call their programs together.
+    # host: the devices of one host, which does not wait for other hosts.
+    # slice: the devices of all hosts, which call their programs together.
     # auto: slice on TPUs whose compiler refuses programs for one host, and
     # host elsewhere.
     'span': 'auto',
-    # Tokens decoded before the host reads which turns have ended: a chunk.
+    # The tokens of a chunk: the number of tokens that are decoded before the
+    # host reads which turns have ended.
     'decode_chunk': 16,
     # If not deterministic, a chunk ends as soon as this share of its turns
-    # has ended; on a GPU it always has decode_chunk tokens.
+    # has ended; on a GPU a chunk always has decode_chunk tokens.
     'early_exit': 0.25,
-    # Chunks that are started before the host has read the previous one.
+    # Chunks that are started before the host has read the previous chunk.
     'lookahead': 1,
-    # Keys and values are kept in pages of so many tokens; 0 = a quarter of
-    # env.max_length, but at most 128, with which kernels for TPU and GPU read
-    # only the pages that a trajectory has begun. Other programs read those that
-    # their longest trajectory has begun.
+    # The tokens of a page of the KV cache. 0 = a quarter of env.max_length, but
+    # at most 128. With this default, kernels for TPU and GPU read only the
+    # pages that a trajectory has begun. Other programs read, for each
+    # trajectory, as many pages as their longest trajectory has begun.
     'page_size': 0,
-    # The pages of a host. With fewer than all slots can need, trajectories wait
-    # until others have ended; this needs deterministic=False. 0 = enough.
+    # The number of pages of a host. If there are fewer pages than all slots can
+    # need, trajectories wait until other trajectories have ended; this needs
+    # deterministic=False. 0 = as many pages as all slots can need.
     'pages': 0,
     # The type of cached keys and values: model (as model.dtype) | int8.
     # int8 halves a cache of bfloat16. The engine's log-probabilities then
     # differ more from the trainer's: see mismatch/* in docs/metrics.md.
     'cache_dtype': 'model',
-    # Batches are padded to a multiple of it, in tokens. Programs are
-    # compiled for each length, so it is rounded up to a multiple of itself
-    # with which there are at most 8 lengths up to env.max_length: 256
-    # becomes 512 with an env.max_length of 4096.
+    # Batches are padded to a multiple of this number of tokens. A program is
+    # compiled for each length. So the number is first rounded up to a multiple
+    # of itself with which there are at most 8 lengths up to env.max_length:
+    # with an env.max_length of 4096, 256 becomes 512.
     'length_bucket': 256,
     # A step or an evaluation is collected again if the infrastructure failed
     # too much of it (INFRA_ERROR). This is the least share that must have
@@ -96,27 +98,30 @@ def section() -> dict[str, Any]:
     # turns with the same action (such as the searches).
     'min_valid_fraction': 0.5,
     # Trajectories of a step that still ended in INFRA_ERROR are collected again
-    # with the same keys, in at most this many extra collections. 0 = never:
-    # they weigh nothing in the update.
+    # with the same keys, in at most this many extra collections. 0 = never.
+    # Trajectories that still fail have no weight in the update.
     'refill_rounds': 0,
     # Step n is collected with the policy after n - steps_ahead steps. On one
-    # device, or with mesh.collect_fraction, this happens while the steps before
-    # it are trained on; otherwise the two take turns. 0 = each step is
-    # collected with the newest policy.
+    # device, or with mesh.collect_fraction, it is collected while the steps
+    # before it are trained on. Otherwise collecting and training take turns.
+    # 0 = each step is collected with the newest policy.
     'steps_ahead': 0,
     # With steps_ahead, whether a turn takes the newest weights when it begins:
     # never | keep | recompute. never: a step is collected with one policy, when
-    # the step before it is complete. keep: it takes them, the keys and values
-    # of what came before stay, and a step begins in slots that the one before
-    # leaves free. recompute: the same, but the keys and values are computed
-    # again. At most steps_ahead steps lie between a turn and its update.
+    # the step before it is complete. keep: a turn takes the newest weights, the
+    # cached keys and values of earlier tokens are kept, and a step begins in
+    # slots that the step before it leaves free. recompute: like keep, but the
+    # cached keys and values are computed again. At most steps_ahead steps lie
+    # between a turn and its update.
     'turn_swaps': 'never',
-    # The folder of a run with turn_swaps that this run repeats bit for bit: a
-    # turn waits for the version that wrote it there; '' = none.
+    # The folder of a run with turn_swaps that this run repeats bit for bit. A
+    # turn waits for the version of the policy that wrote the turn in that run.
+    # '' = no run is repeated.
     'replay_order': '',
-    # How much the log-probabilities of engine and trainer may differ by
-    # rounding: the mean over the tokens; 99% of the tokens may differ by 10
-    # times as much. If they differ by more in the first step, the run ends.
-    # -1 = the limit for model.dtype, see docs/models.md. 0 = no limit.
+    # The limit for the difference of the log-probabilities of engine and
+    # trainer, which rounding causes. It applies to the mean over the tokens.
+    # 99% of the tokens may differ by at most 10 times as much. If the first
+    # step exceeds the limit, the run ends. -1 = the limit for model.dtype, see
+    # docs/models.md. 0 = no limit.
     'mismatch_limit': -1.0,
   }

@@ -1,4 +1,4 @@
-"""Rules for the values of single config keys, and how they are told."""
+"""Rules for the values of single config keys, with their descriptions."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from stppo_jax import settings
 
 
 def one_of(*choices: str) -> settings.Rule:
-  """Returns the rule that a value is one of these."""
+  """Returns the rule that a value is one of the choices."""
   return settings.Rule(
     lambda value: value in choices, 'one of ' + ', '.join(choices)
   )
@@ -27,7 +27,7 @@ def _is_pattern(text: str, number: str) -> bool:
 
 
 def some_of(*choices: str) -> settings.Rule:
-  """Returns the rule that each of several values is one of these."""
+  """Returns the rule that each of several values is one of the choices."""
   return settings.Rule(
     lambda names: set(names) <= set(choices), 'some of ' + ', '.join(choices)
   )
@@ -36,7 +36,7 @@ def some_of(*choices: str) -> settings.Rule:
 POSITIVE = settings.Rule(lambda x: 0 < x < math.inf, 'greater than 0')
 AT_LEAST_2 = settings.Rule(lambda x: x >= 2, '2 or greater')
 NOT_NEGATIVE = settings.Rule(lambda x: 0 <= x < math.inf, '0 or greater')
-# The largest that jax takes.
+# jax takes no larger seed.
 SEED = settings.Rule(lambda x: 0 <= x < 2**63, '0 or greater, and below 2**63')
 STEPS = settings.Rule(
   lambda x: (

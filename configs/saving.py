@@ -6,15 +6,15 @@ from typing import Any
 def checkpoint() -> dict[str, Any]:
   """Returns the section `checkpoint`."""
   return {
-    'every': 50,  # steps between checkpoints; the last is always saved
-    # How many of the newest checkpoints are kept. The one with the best
-    # evaluation is kept too, if checkpoints are saved at evaluated steps.
+    'every': 50,  # steps between checkpoints; the last step is always saved
+    # The number of newest checkpoints that are kept. The checkpoint with the
+    # best evaluation is kept too, if checkpoints are saved at evaluated steps.
     'keep': 2,
     # Checkpoints of steps that are multiples of this number are never removed;
-    # 0 = none. `every` says which steps are saved at all.
+    # 0 = no such checkpoints. `every` decides which steps are saved at all.
     'keep_every': 0,
     # Seconds that a save waits for a bucket that is out of reach. Then the run
-    # ends, and the same command resumes it from the checkpoint before.
+    # ends, and the same command resumes the run from the previous checkpoint.
     'retry': 600.0,
   }
 
@@ -22,10 +22,10 @@ def checkpoint() -> dict[str, Any]:
 def resume() -> dict[str, Any]:
   """Returns the section `resume`."""
   return {
-    # Keys or sections that may differ from those that the run was started with,
-    # such as ('policy_optimizer.learning_rate', 'seed'). Keys that change
-    # nothing of what a step computes may always differ. Keys that set the shape
-    # of what is saved, such as model.num_layers, may never differ.
+    # Keys or sections whose values may differ from the values with which the
+    # run was started, such as ('policy_optimizer.learning_rate', 'seed'). Keys
+    # that do not change the results of a step may always differ. Keys that set
+    # the shapes of saved arrays, such as model.num_layers, may never differ.
     'allow_change': (),
   }
 

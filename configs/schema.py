@@ -1,8 +1,8 @@
-"""Says what is known of each config key; `check` lists all errors.
+"""Describes each config key, and checks the values of a config.
 
 A key has one entry in `KEYS`: the rule for its value, whether a run may be
-resumed with another value, and how runs behaved before it existed. Its default
-is in `configs/base.py`. Rules that concern several keys are in
+resumed with another value, and how runs behaved before the key existed. The
+default of a key is in `configs/base.py`. Rules that concern several keys are in
 `configs/relations.py`. Nothing here touches a device.
 """
 
@@ -25,24 +25,24 @@ from stppo_jax.envs import rewards
 from stppo_jax.envs import tools
 from stppo_jax.retrieval import dialects
 
-# Whether a run may be resumed with another value. A free key changes nothing
-# that a step computes. A fixed one decides the shape of the state, so that no
-# checkpoint fits another value. All others are guarded: they may change if
-# resume.allow_change names them.
+# Whether a run may be resumed with another value of a key. A free key does not
+# change the results of a step. A fixed key decides the shapes of the state, so
+# no checkpoint fits another value. All other keys are guarded: they may change
+# only if resume.allow_change names them.
 FREE, GUARDED, FIXED = 'free', 'guarded', 'fixed'
 
 
 class Key(NamedTuple):
-  """One entry of `KEYS`: everything about a config key but its default.
+  """One entry of `KEYS`: everything about a config key except its default.
 
   Attributes:
-    rule: the rule for its value; None: each value of its type is good.
-    check: yields errors about what a key's value names, one line each.
+    rule: the rule for the key's value. None: any value of its type is valid.
+    check: yields errors about the file, package or server that the value names.
     resume: FREE, GUARDED or FIXED.
-    before: the value of earlier runs, whose records lack it; None: all records
-      have it, or it is free.
-    asked: whether the dialogues of an evaluation depend on it.
-    formerly: its name in earlier versions; '' if it had no other.
+    before: the value with which runs behaved before the key existed. None: all
+      recorded configs have the key, or the key is free.
+    asked: whether the dialogues of an evaluation depend on the key.
+    formerly: the name of the key in earlier versions; '' if it was the same.
   """
 
   rule: settings.Rule | None = None
@@ -77,8 +77,8 @@ _SOME_KEYS = settings.Rule(
 )
 
 _OPTIMIZER = {
-  # Adam moves a weight by about the rate in each update, so a larger rate
-  # leaves nothing of a model.
+  # Adam moves a weight by about the rate in each update, so a rate above 1
+  # would leave nothing of a model.
   'learning_rate': Key(rules.FRACTION),
   'name': _fixed(rules.OPTIMIZER, before='adamw'),
   'warmup_updates': Key(rules.NOT_NEGATIVE),
@@ -95,7 +95,7 @@ KEYS: Mapping[str, Key] = {
   **{f'policy_optimizer.{name}': key for name, key in _OPTIMIZER.items()},
   **{f'value_optimizer.{name}': key for name, key in _OPTIMIZER.items()},
   **{f'sft.optimizer.{name}': key for name, key in _OPTIMIZER.items()},
-  # The options of algorithms have their rules in `rl`.
+  # The rules for the options of algorithms are in `rl`.
   **{f'algorithm.{k}': Key(before=x) for k, x in defaults.BEFORE.items()},
   'alarms.stop': _free(rules.some_of(*alarms.THRESHOLDS)),
   'alarms.stop_after': _free(rules.POSITIVE),
@@ -293,7 +293,7 @@ KEYS: Mapping[str, Key] = {
   'writer.trackers': _free(rules.TRACKERS, external.trackers_are_installed),
   'writer.trajectories': _free(rules.NOT_NEGATIVE),
 }
-# Keys that are gone, and what replaces them; none changed what is computed.
+# Removed key -> a hint about its replacement. No such key changed the results.
 GONE = {
   'evaluate.batch_size': 'rollout.slots is also for evaluations',
   'rollout.cache_blocks': 'set the tokens of a page, rollout.page_size',
@@ -303,7 +303,7 @@ GONE = {
 
 
 def earlier() -> dict[str, Any]:
-  """Returns the values of runs whose records lack a key, as JSON has them."""
+  """Returns key to the value of runs whose records lack the key, as in JSON."""
   values = {
     name: key.before for name, key in KEYS.items() if key.before is not None
   }
@@ -311,7 +311,7 @@ def earlier() -> dict[str, Any]:
 
 
 def present(recorded: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values of an earlier version's record by today's keys."""
+  """Returns the recorded config of an earlier version under present names."""
   names = {key.formerly: name for name, key in KEYS.items()}
   return {
     names.get(name, name): value
@@ -321,7 +321,7 @@ def present(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def successor(name: str) -> str:
-  """Returns today's name of a key; '' if it is not a former name."""
+  """Returns the present name of a key; '' if `name` is no former name."""
   names = {key.formerly: name for name, key in KEYS.items() if key.formerly}
   return names.get(name, '')
 
@@ -329,7 +329,7 @@ def successor(name: str) -> str:
 def check(config: base.Config, ignored: Sequence[Any] = ()) -> list[str]:
   """Returns all errors of a config, one line each: `key=value: must be ...`.
 
-  The keys and their types must be those of `configs/base.py`. Rules and
+  The keys and the types of values must be as in `configs/base.py`. Rules and
   relations are then checked on the values that have the right type.
 
   Args:
@@ -388,9 +388,9 @@ def check_algorithm(config: base.Config) -> list[str]:
   if 'algorithm' not in config:
     return ['algorithm: missing']
   if config.algorithm.to_dict() in algorithms.ALGORITHMS.values():
-    return []  # a test has checked the table
-  # Imported late: this check needs `rl` and therefore jax (its code, not its
-  # devices), while all other errors are found in a tenth of a second.
+    return []  # a test checks the entries of the table
+  # Imported late, because `rl` imports jax, which takes time. All other errors
+  # are found in a tenth of a second.
   from stppo_jax.rl import algorithm
 
   return algorithm.check_algorithm(config.algorithm)

@@ -1,10 +1,10 @@
 """The options with which Qwen2.5 trains on TPU slices and a node of GPUs.
 
-The configs of data sets take a size behind the algorithm or in its place, such
-as `configs/nq.py:st_ppo,7b` or `configs/nq.py:7b` for a slice of TPU v5e, whose
-chips have 16 GiB each, and four a host. `7b_node` is the same model on a node
-of eight H100. `python -m stppo_jax plan --sweep_mesh` finds such settings for
-other models and other devices.
+The configs of data sets accept a size after the algorithm or in its place, such
+as `configs/nq.py:st_ppo,7b` or `configs/nq.py:7b`. The size `7b` is for a slice
+of TPU v5e, with 16 GiB per chip and four chips per host. The size `7b_node` is
+for the same model on a node of eight H100. `python -m stppo_jax plan
+--sweep_mesh` finds such options for other models and other devices.
 """
 
 import typing
@@ -15,13 +15,13 @@ from stppo_jax.configs import base
 
 
 class Slice(typing.NamedTuple):
-  """A slice or a node, and the layout of a model on it.
+  """A slice or a node, and the sharding of a model on its chips.
 
   Attributes:
-    topology: its name, for `plan`.
-    data, fsdp, tensor: the mesh of training.
+    topology: the name of the slice or node, for `plan`.
+    data, fsdp, tensor: the sizes of the mesh axes in training.
     microbatch_size: rows per forward pass.
-    decode_tensor: chips over which the weights are divided in decoding.
+    decode_tensor: the number of chips over which decoding shards the weights.
   """
 
   topology: str
@@ -43,19 +43,22 @@ SLICES = {
 
 
 def split(argument: str) -> tuple[str, str]:
-  """Returns the algorithm and the size, '' if none, of a config's argument.
+  """Returns the algorithm and the size in a config's argument.
+
+  Without an algorithm, it is st_ppo. Without a size, the size is ''.
 
   Args:
     argument: ALGORITHM, SIZE, or ALGORITHM,SIZE.
 
   Raises:
-    UnknownName: a word is neither; the message lists the choices.
+    UnknownName: a word is neither an algorithm nor a size. The message lists
+      the choices.
   """
   words = argument.split(',')
   algorithm = words.pop(0) if words[0] in algorithms.ALGORITHMS else 'st_ppo'
   size = words.pop(0) if words and words[0] in SLICES else ''
   if words:
-    # Behind an algorithm only a size may come, and nothing behind a size.
+    # After an algorithm only a size may follow, and after a size nothing.
     is_first = words[0] == argument.partition(',')[0]
     choices = [] if size else [*SLICES]
     if is_first:
@@ -68,10 +71,11 @@ def split(argument: str) -> tuple[str, str]:
 
 
 def place(config: base.Config, size: str) -> None:
-  """Sets what a config needs so that a model of a size trains on its slice.
+  """Sets the options with which a model of a size trains on its slice.
 
   Args:
-    config: the config, which is changed. It has its number of steps and sizes.
+    config: the config, which is changed. Its number of steps and its batch
+      sizes must already be set.
     size: a key of `SLICES`.
   """
   chosen = SLICES[size]
@@ -83,19 +87,20 @@ def place(config: base.Config, size: str) -> None:
   config.updates.head_chunk = 1024
   config.rollout.tensor = chosen.decode_tensor
   config.rollout.deterministic = False  # full batches, see docs/engines.md
-  # Fewer tokens in a call would wait for the weights.
+  # A call with fewer tokens would mostly wait until the weights are read.
   config.rollout.prefill_chunk = 256
   warm_up(config)
 
 
 def warm_up(config: base.Config) -> None:
-  """Lets learning rates rise over the shares of the updates of ST-PPO.
+  """Sets the warm-up of the learning rates to the shares of ST-PPO.
 
-  They are 28.5 % of the updates for the policy and 1.5 % for the values
-  (arXiv:2511.20718).
+  The warm-up takes 28.5 % of the updates for the policy, and 1.5 % for the
+  value model (arXiv:2511.20718).
 
   Args:
-    config: the config, which is changed. It has its number of steps and sizes.
+    config: the config, which is changed. Its number of steps and its batch
+      sizes must already be set.
   """
   per_epoch = (
     config.rollout.trajectories_per_step // config.updates.minibatch_size

@@ -4,12 +4,12 @@
         --out=/shared/runs/nq-2x2 --on=slurm --partition=gpu --jobs=4 \
         --config.data.root=DATA --config.model.path=MODEL
 
-The four algorithms and the pairing of seeds are those of quickstart_2x2.py.
+The four algorithms and the pairing of seeds are as in quickstart_2x2.py.
 `python -m stppo_jax data build qed --root=DATA` makes DATA, as for
-configs/nq.py. MODEL is a Hugging Face directory; without model.path, small
-random models are trained. Every node must see both. The sizes are those of
-configs/nq.py, whose runs have five steps: it tries the sweep out, and is not
-the comparison of the paper.
+configs/nq.py. MODEL is a Hugging Face directory. Without model.path, small
+random models are trained. Every node must see DATA and MODEL. The sizes are as
+in configs/nq.py, whose runs have only 20 steps. So this sweep is for trying out
+a sweep, and does not repeat the comparison of the paper.
 """
 
 from stppo_jax.configs import nq
