@@ -45,9 +45,10 @@ _TOKEN_PPO = {
     'names': (),
     'clipping_bias': {
       'norm': 'coefficient',  # coefficient | gradient
-      'tau': 3.0,  # if norm is coefficient: scale by 1/rho above this rho
+      # If norm is coefficient: the loss is scaled by 1/rho if rho exceeds tau.
+      'tau': 3.0,
       'scope': 'minibatch',  # minibatch | microbatch | sequence | turn
-      'level': 'token',  # the level of the ratio compared: token | turn
+      'level': 'token',  # the level of the ratio that is compared: token | turn
       'applies_to': ('policy',),  # the losses that are scaled
       'floor': 1.0,  # if norm is gradient: the smallest divisor
     },

@@ -77,7 +77,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'name': 'synthetic_wiki',
         # The folder that holds the files of jsonl, or the data sets of tfds.
         'root': '',
-        # Training questions: a file in that folder, a data set, or a mixture of
+        # Training questions: a file in data.root, a data set, or a mixture of
         # several data sets, such as
         # 'nq:train weight=2, hotpotqa:train weight=1 hops>=2'. See
         # docs/data.md.
@@ -85,7 +85,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # Evaluation questions, written like the training questions, without
         # weights; '' = no evaluation.
         'evaluation': '',
-        # A file of passages in that folder; '' = an external server has the
+        # A file of passages in data.root; '' = an external server has the
         # passages.
         'corpus': '',
         # With jsonl and tfds, if the model has no tokenizer, a BPE tokenizer is
@@ -106,8 +106,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           # 0 = all turns. With 1, the reward of a dialogue is decided early, so
           # a value model can predict it.
           'error_turns': 0,
-          # The probability that a demonstration asks again with the whole name
-          # after half of it has found nothing.
+          # The probability that a demonstration searches again with the whole
+          # name after a search with half of the name has found nothing.
           'repair_rate': 0.0,
         },
         'arithmetic': {'max_number': 20},  # the largest number in a question
@@ -147,8 +147,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           'overlong': 0.0,
           # Rewards of a turn, on the last token of the turn.
           'turn_search': 0.0,  # if its search found passages
-          'turn_answer_found': 0.0,  # if these passages contain a golden answer
-          # If these passages contain a golden answer and no earlier ones did.
+          # If the passages of its search contain a golden answer.
+          'turn_answer_found': 0.0,
+          # If the passages of its search contain a golden answer, and no
+          # passages of earlier searches did.
           'turn_first_found': 0.0,
           # Times the gain in the probability of the first golden answer by what
           # was read after the turn. The probabilities are those of the policy
@@ -226,7 +228,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # no server, all searches wait until it is ready, for at most
         # ready_timeout seconds; 1 = never.
         'max_failure_rate': 0.5,
-        'max_queries_per_request': 64,  # more become several requests
+        'max_queries_per_request': 64,  # more queries become several requests
       },
       'rollout': rollout.section(),
       'updates': {
@@ -320,9 +322,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # Experiment trackers that get the metrics too: some of wandb, trackio.
         'trackers': (),
         'trajectories': 16,  # dialogues that each host writes per step
-        # The number of these dialogues that get ratio, advantage, value and
-        # entropy of each token. This takes a forward pass over the dialogues;
-        # see docs/report.md.
+        # The number of written dialogues per step that get ratio, advantage,
+        # value and entropy of each token. This takes a forward pass over these
+        # dialogues; see docs/report.md.
         'token_details': 4,
         'evaluation': 16,  # dialogues that each host writes per evaluation
         'samples': 2,  # dialogues printed per evaluation

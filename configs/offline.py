@@ -25,7 +25,8 @@ def sft() -> dict[str, Any]:
     'quote_words': 0,
     # The number of first steps, which have questions of one hop and no errors.
     'clean_one_hop_steps': 0,
-    # The number of next steps, which have questions of all hops and no errors.
+    # The number of steps after clean_one_hop_steps that have questions of all
+    # hops and no errors.
     'clean_steps': 0,
     # The learning rate falls linearly to 0 in the second half.
     'optimizer': optimizer.adam(

@@ -16,16 +16,17 @@ def section() -> dict[str, Any]:
     'resample_rounds': 0,
     'temperature': 1.0,  # logits are divided by it
     # Three filters choose which tokens may be sampled, one after the other.
-    # The first keeps the top_k most probable tokens; 0 = all.
+    # The first filter keeps the top_k most probable tokens; 0 = all tokens.
     'top_k': 0,
-    # The second keeps the fewest tokens whose probabilities sum to top_p.
+    # The second filter keeps the fewest tokens whose probabilities sum to
+    # top_p.
     'top_p': 1.0,
-    # The third keeps tokens with at least min_p times the largest
+    # The third filter keeps tokens with at least min_p times the largest
     # probability.
     'min_p': 0.0,
-    # The number of trajectories that a host decodes at once, also in
-    # evaluations. 0 = all trajectories that the host collects in a step, or as
-    # many as fit in the memory of its devices beside the training state.
+    # Trajectories that a host decodes at once, also in evaluations. 0 = all
+    # trajectories that the host collects in a step, or as many of them as fit
+    # in the memory of its devices beside the training state.
     'slots': 0,
     # local: the engine of this process. remote: a server, see below. With
     # several hosts, it must be local.

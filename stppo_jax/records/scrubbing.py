@@ -45,7 +45,7 @@ def scrubbed(text: str) -> str:
 
 
 def scrubbed_values(value: Any) -> Any:
-  """Returns a value of a config with all texts in it scrubbed.
+  """Returns a config value with the secrets removed from all its texts.
 
   Call it before the texts are quoted, because the patterns may not match quoted
   texts.

@@ -37,7 +37,7 @@ def turn_records(
   row: int,
   tokenizer: Tokenizer,
 ) -> list[dict[str, Any] | None]:
-  """Returns the dict `tokens` of each turn, or None for an untrained turn.
+  """Returns the dict `tokens` of each turn; None for turns not trained on.
 
   Returns:
     For each turn that was trained on, a dict with these keys:

@@ -154,7 +154,7 @@ def measure_groups(
 def measure_staleness(
   trajectories: Sequence[types.Trajectory], step: int
 ) -> dict[str, float]:
-  """Returns the age of the policies that wrote turns, and their number.
+  """Returns the age of turns in steps, and the number of policies per dialogue.
 
   Args:
     trajectories: the trajectories, whose turns have versions of the policy.
@@ -293,7 +293,10 @@ def records(
   tokenizer,
   details: batch_lib.TokenDetails | None = None,
 ) -> list[dict[str, Any]]:
-  """Returns the record of each trajectory; `details` covers the first rows."""
+  """Returns the record of each trajectory.
+
+  Row i of `details`, if there is one, belongs to trajectory i.
+  """
   return [
     record(trajectory, tokenizer, details=details, row=row)
     for row, trajectory in enumerate(trajectories)

@@ -74,7 +74,7 @@ def repeated(
 ) -> TurnVersions | None:
   """Returns the files of versions of the run that this run repeats, or None.
 
-  It is None if `rollout.replay_order` names no run to repeat.
+  The result is None if `rollout.replay_order` names no run to repeat.
 
   Args:
     config: the config of this run.

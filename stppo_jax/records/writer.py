@@ -94,8 +94,8 @@ class Writer:
     Call it before the first `write` of a resumed run. The first host does the
     work for all hosts. It drops an incomplete last line, and the lines of steps
     after `step`. If anything was written after the newest checkpoint, it moves
-    the dialogues of these steps to a new folder and copies the metrics there,
-    because nobody knows whether the run will write the same again.
+    the dialogues after the checkpoint to a new folder and copies all metrics
+    there, because nobody knows whether the run will write the same again.
 
     Args:
       step: the last step whose line is kept.
@@ -248,7 +248,10 @@ class Writer:
       self._counted(kind, write)
 
   def _counted(self, sink: str, call: Callable[[], None]) -> None:
-    """Calls a function that writes; counts errors, and logs a sink's first."""
+    """Calls a function that writes to a sink, and counts its errors.
+
+    The first error of each sink is logged.
+    """
     # Every error is caught, because a lost line is better than a lost run.
     try:
       call()

@@ -79,7 +79,7 @@ class Checkpointer:
     check: Callable[[], None] = lambda: None,
     retry: float = 0.0,
   ):
-    """Opens the folder `workdir/checkpoints`; makes it if it may write there.
+    """Opens the folder `workdir/checkpoints`; makes it if not `read_only`.
 
     Args:
       workdir: the run's folder, or a folder that stands for one in a bucket.
@@ -136,7 +136,7 @@ class Checkpointer:
 
     Raises:
       SaveFailed: this save or the previous save has failed. Nothing is left of
-        its step. Older steps are intact.
+        the step that failed. Older steps are intact.
     """
     self.wait()
     steps = self._manager.all_steps()

@@ -58,7 +58,7 @@ def draw(
     study: the study.
     runs: the finished runs of the study, at least one.
     folder: the folder in which the pictures are written.
-    formats: the file formats to write, from 'png' and 'svg'.
+    formats: the file formats to write: 'png', 'svg' or both.
 
   Returns:
     The paths of the pictures.

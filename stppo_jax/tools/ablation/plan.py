@@ -23,7 +23,7 @@ _NOT_COMPARED = (
   'updates.max_skipped',
 )
 # Config keys that decide which trajectories share a microbatch. They change the
-# results only if the scope of the bias correction is one microbatch.
+# results only if the scope of the clipping-bias correction is a microbatch.
 _OF_MICROBATCHES = ('mesh', 'updates.row_length')
 _SCOPE = 'algorithm.correction.clipping_bias.scope'
 # Config keys whose value is a path. Only the last component of the path is the
@@ -84,8 +84,8 @@ class Plan:
 
   def start_flags(self, start: str) -> list[str]:
     """Returns the flags of `sft` for a supervised start, without workdir."""
-    # The algorithm changes nothing in `sft`, but the config file must accept
-    # it, so the algorithm of an arm with this start is taken.
+    # The algorithm does not matter to `sft`, but the config file needs a valid
+    # one. So the algorithm of an arm with this start is used.
     algorithm = next(x.algorithm for x in self.whole.arms if x.start == start)
     flags = self._flags(
       algorithm, {'model.path': '', **self.whole.starts[start]}
@@ -150,7 +150,7 @@ def other_study(plan: Plan) -> list[str]:
     record = json.loads((plan.folder / _RECORD).read_text('utf-8'))
     name, digests = record['study'], record['settings']
   except (OSError, ValueError, KeyError, TypeError, RecursionError):
-    return []  # a new folder
+    return []  # a new folder has no record
   if name != plan.study.name:
     return [f'{start}holds the study {name!r}, not {plan.study.name!r}']
   return [

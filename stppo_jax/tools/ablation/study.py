@@ -57,7 +57,7 @@ class Study:
     title: a few words on the settings that the study varies.
     seeds: the number of seeds that the study is planned with.
     arms: the arms of the study, group by group.
-    starts: name of a supervised start to the config keys that it sets.
+    starts: name of a supervised start to dotted config key to value.
   """
 
   name: str

@@ -105,7 +105,7 @@ def _record(plan: plan_lib.Plan) -> None:
 
 
 def _missing(plan: plan_lib.Plan, runs) -> list[tuple[study_lib.Arm, int]]:
-  """Returns (arm, seed) of each missing run, all arms of a seed together."""
+  """Returns (arm, seed) of each missing run, sorted by seed, then by arm."""
   done = {(run.key, run.seed) for run in runs}
   return [
     (arm, seed)

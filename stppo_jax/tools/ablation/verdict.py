@@ -42,8 +42,8 @@ _INSIDE: Mapping[str, _Measure] = {
   'explained variance': ('explained_variance', np.median, '.2f'),
   'turn length': ('turn_length', np.mean, '.1f'),
 }
-# In this many first steps, most policies still work. A collapsed policy has
-# other ratios.
+# The number of first steps in which most policies still work. A collapsed
+# policy has other ratios.
 _FIRST_STEPS = 5
 _AT_FIRST = {
   heading: _INSIDE[heading]

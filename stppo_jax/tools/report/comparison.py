@@ -1,4 +1,4 @@
-"""Groups runs that differ only in their seed, and lists how groups differ."""
+"""Groups the runs of each experiment, and lists how experiments differ."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -30,7 +30,7 @@ _LABEL_KEYS = 3  # the most config keys in a label
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """The runs of one experiment, which differ only in their seed.
+  """The runs of one experiment, which differ only in keys of `_OF_A_RUN`.
 
   Attributes:
     label: a text for legends that tells the group from all other groups.
@@ -65,7 +65,7 @@ def _keys(runs: Sequence[run_files.Run]) -> list[str]:
 
 
 def problems(groups: Sequence[Group]) -> list[str]:
-  """Returns a message for each group that is unlike the first group.
+  """Returns a message for each group not comparable with the first group.
 
   Runs can be compared if they have the same environment. If both were
   evaluated, they must also have an evaluation score in common.
@@ -85,7 +85,7 @@ def problems(groups: Sequence[Group]) -> list[str]:
 
 
 def names(runs: Sequence[run_files.Run]) -> list[str]:
-  """Returns a short name for each run; different folders differ in name."""
+  """Returns a short name for each run; runs in other folders differ in name."""
   parts = [pathlib.Path(run.place).resolve().parts for run in runs]
   # A name is the end of the path, just long enough to tell all runs apart.
   depth = 1
@@ -97,7 +97,7 @@ def names(runs: Sequence[run_files.Run]) -> list[str]:
 
 
 def band(members: Group, metric: str) -> list[tuple[int, float, float, float]]:
-  """Returns (step, mean, min, max) over the seeds of a metric, by step."""
+  """Returns (step, mean, min, max) of a metric over the seeds of a group."""
   values: dict[int, list[float]] = {}
   for run in members.runs:
     for step, value in run.column(metric).items():

@@ -8,7 +8,7 @@ from stppo_jax.tools.report import summary
 
 
 def _of_levels(name: str) -> str:
-  """Returns a name once for each ratio level, which replaces the braces."""
+  """Returns the metric names of all levels; a level replaces the braces."""
   return ' '.join(map(name.format, summary.LEVELS))
 
 

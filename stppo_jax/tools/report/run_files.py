@@ -29,9 +29,9 @@ SAMPLED, EVALUATED = 'trajectories', 'evaluation'
 _DIALOGUES = re.compile(
   rf'({SAMPLED}|{EVALUATED})-(\d{{6,}})(-host\d+)?\.jsonl'
 )
-# The first part of a metric's name: the share of tokens whose ratio is outside
-# the bounds of a level. No line of metrics.jsonl has this metric. `Run.columns`
-# computes it as the sum of the shares below and above the bounds.
+# The prefix of the metrics outside/LEVEL: the share of tokens whose ratio is
+# outside the bounds. No line of metrics.jsonl has these metrics. `Run.columns`
+# computes them as the sums of the shares below and above the bounds.
 OUTSIDE = 'outside/'
 _BELOW = re.compile(r'clipfrac/([^/]+)/low(/.*)?')
 _COMMAND = 'train'

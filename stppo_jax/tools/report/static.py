@@ -53,7 +53,7 @@ def _table(rows: Sequence[Sequence[Any]]) -> str:
 def _picture(
   panel: Mapping[str, Any], groups: Sequence[comparison.Group]
 ) -> str:
-  """Returns a panel with a curve of means for each experiment and metric."""
+  """Returns the HTML of a panel: a curve per experiment and metric."""
   curves = {
     (members.label, metric): points
     for members in groups

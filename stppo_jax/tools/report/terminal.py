@@ -43,7 +43,7 @@ def lines(folder: str, losses: list[str], flags: Any) -> list[str]:
     Misconfigured: the run has no such step, or the step no such dialogue.
   """
   kind = run_files.EVALUATED if flags.evaluation else run_files.SAMPLED
-  # Each host writes a file of its own, so a step may have several.
+  # Each host writes its own file, so a step may have several files.
   files: dict[int, list[pathlib.Path]] = {}
   for found, path in run_files.dialogue_files(folder, kind=kind):
     files.setdefault(found, []).append(path)
