@@ -25,7 +25,8 @@ class UnknownName(ValueError):
 
 _TOKEN_PPO = {
   'ratio': {
-    # Which tokens share one ratio: token | turn | sentence | sequence.
+    # The segment whose tokens share one ratio: token | turn | sentence |
+    # sequence.
     'level': 'token',
     # The log-probabilities through which the gradient of a token's ratio flows:
     # of all tokens of the segment (segment), or only of the token (token).

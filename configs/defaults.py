@@ -53,7 +53,7 @@ DEFAULTS = {
     'geometric': {},
     # The temperatures of the gate, for tokens with A > 0 and for other tokens.
     'soft_gate': {'tau_positive': 1.0, 'tau_negative': 1.05},
-    # -A r + |A| pi_old (r - 1)^2 / (2 threshold).
+    # The loss term of a token is -A r + |A| pi_old (r - 1)^2 / (2 threshold).
     'quadratic': {'threshold': 12.5},
     'detached': {},
     'masked': {'cap': math.inf},  # the largest weight of a token

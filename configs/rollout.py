@@ -14,7 +14,7 @@ def section() -> dict[str, Any]:
     # replaced by groups of new questions, in at most this many extra
     # collections per step (dynamic sampling of DAPO). 0 = never.
     'resample_rounds': 0,
-    'temperature': 1.0,  # logits are divided by it
+    'temperature': 1.0,  # the logits are divided by this number
     # Three filters choose which tokens may be sampled, one after the other.
     # The first filter keeps the top_k most probable tokens; 0 = all tokens.
     'top_k': 0,
