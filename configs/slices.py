@@ -3,8 +3,8 @@
 The configs of data sets accept a size after the algorithm or in its place, such
 as `configs/nq.py:st_ppo,7b` or `configs/nq.py:7b`. The size `7b` is for a slice
 of TPU v5e, with 16 GiB per chip and four chips per host. The size `7b_node` is
-for the same model on a node of eight H100. `python -m stppo_jax plan
---sweep_mesh` finds such options for other models and other devices.
+for the same model on a node of eight H100. For other models and other devices,
+`python -m stppo_jax plan --sweep_mesh` finds such options.
 """
 
 import typing
