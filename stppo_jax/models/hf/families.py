@@ -268,8 +268,8 @@ def of(*, qkv_bias: bool, qk_norm: bool, num_experts: int) -> str:
     for (bias, norm, experts), name in choices.items()
   )
   raise ValueError(
-    f'no model family has qkv_bias={qkv_bias}, qk_norm={qk_norm} and '
-    f'num_experts={num_experts}; choices: {listed}'
+    f'qkv_bias={qkv_bias}, qk_norm={qk_norm} and num_experts={num_experts} '
+    f'are of no model family; choices: {listed}'
   )
 
 

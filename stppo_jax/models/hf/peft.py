@@ -282,7 +282,8 @@ def _open(
   # The weight file is named, because by default no weights are downloaded.
   folder = hub.local_folder(directory, (WEIGHTS,))
   if not (folder / WEIGHTS).is_file():
-    # `adapter_model.bin` is not downloaded from the Hub, but may exist there.
+    # The older format, a *.bin file, is not downloaded from the Hub, but may be
+    # there.
     is_old = hub.is_name(directory) or (folder / 'adapter_model.bin').is_file()
     advice = '; checkpoint convert makes it from adapter_model.bin' * is_old
     raise ValueError(f'no {WEIGHTS} in {directory}{advice}')
