@@ -26,6 +26,12 @@ nats for token ratios and .12 for those of turns at 4e-4. For the other lengths,
 token and turn PPO train for five steps with seed 100, which is in no study, at
 each of `_RATES`. Each level gets the rate whose KL is nearest in its logarithm.
 
+With turns of 100 tokens the pilot found .009, .015, .078, .099 and .272 nats
+per token for token ratios, from the smallest rate to the largest, and .012,
+.021, .048, .064, .072 and .131 for those of turns. At 1.6e-4 turn ratios were
+already too fast, so their four smaller rates were added then. One seed for each
+rate is noisy. The pilot of 30 tokens comes last, if there is time.
+
 Hypotheses:
 
 1. Per turn, fewer than half of the runs with turns of 100 tokens collapse, and
@@ -47,13 +53,17 @@ from studies import collapse
 from studies import dead_critic
 
 _RATE = 'policy_optimizer.learning_rate'
-_RATES = (1.6e-4, 2.5e-4, 4e-4, 6.3e-4, 1e-3)
-_LEVELS = ('token_ppo', 'turn_ppo')
+_RATES = {
+  'token_ppo': (1.6e-4, 2.5e-4, 4e-4, 6.3e-4, 1e-3),
+  'turn_ppo': (2.5e-5, 4e-5, 6.3e-5, 1e-4, 1.6e-4, 2.5e-4),
+}
 # Tokens of a turn -> the filler words of its <think>.
 _WORDS = {30: 20, 100: 90}
 # Group -> level -> the rate that the pilot gives it.
 _MATCHED = {
   '10 tokens': {'token_ppo': 4e-4, 'turn_ppo': 4e-4},
+  '100 tokens, per turn': {'token_ppo': 1.6e-4, 'turn_ppo': 2.5e-5},
+  '100 tokens, per token': {'token_ppo': 6.3e-4, 'turn_ppo': 2.5e-4},
 }
 COMPARISONS = {
   f'{group}: turn - token': [f'{group} turn_ppo', f'{group} token_ppo']
@@ -105,8 +115,8 @@ def studies():
             _RATE: rate,
             'num_steps': 5,
           }
-          for level in _LEVELS
-          for rate in _RATES
+          for level, rates in _RATES.items()
+          for rate in rates
         }
         for tokens in _WORDS
       },
