@@ -1,9 +1,10 @@
 """Reads the descriptions of every algorithm and of every choice.
 
-They are Markdown files in `docs/texts`, with a section for each entry: its
-equation, indented, and a list that says where it is from, how well that is
-established, and when to use it. The pages take the defaults from the table of
-algorithms, and the descriptions from here.
+The descriptions are Markdown files in `docs/texts`, with a section for each
+algorithm or choice. A section has an indented equation and a list. The list
+says where the equation is from, how well it is established, and when to use the
+algorithm or choice. The generated pages take the descriptions from this module,
+and the default options from the table of algorithms.
 """
 
 import pathlib
@@ -12,7 +13,7 @@ import textwrap
 from typing import NamedTuple
 
 FOLDER = pathlib.Path(__file__).parent / 'texts'
-# The sections of an algorithm, in the order of their pages.
+# The sections of an algorithm. The pages of their choices have this order, too.
 AXES = (
   *('ratio', 'bounds', 'objective', 'correction', 'aggregate'),
   *('advantage', 'kl'),
@@ -23,12 +24,13 @@ class Description(NamedTuple):
   """The description of an algorithm or of a choice.
 
   Attributes:
-    equation: plain text, shown as code. It contains the name of every option
-      that is a number.
-    source: papers with their arXiv id (which becomes a link), or code.
-    sure: how well established it is: a key of `SURE`, then what limits it.
-    when: when to use it.
-    elsewhere: its name in other codebases, where that is certain.
+    equation: plain text, shown as code. The equation of a choice contains the
+      name of every option that is a number.
+    source: the papers, with arXiv ids that become links, or the code.
+    sure: how well the equation is established. The text begins with a key of
+      `SURE`; further sentences say what the key does not cover.
+    when: when to use the algorithm or choice.
+    elsewhere: the names that other codebases use, as far as they are certain.
   """
 
   equation: str
@@ -41,7 +43,7 @@ class Description(NamedTuple):
 def sections(text: str, mark: str) -> dict[str, str]:
   """Returns the text below each heading that begins with a mark such as `##`.
 
-  A heading with several names, such as `grpo, gspo`, is of each of them.
+  If a heading has several names, such as `grpo, gspo`, each name gets the text.
   """
   _, *parts = re.split(rf'^{mark} (.+)\n', text, flags=re.MULTILINE)
   return {
@@ -52,7 +54,7 @@ def sections(text: str, mark: str) -> dict[str, str]:
 
 
 def bullets(text: str) -> dict[str, str]:
-  """Returns the items of a list by their bold first words."""
+  """Returns the text of each item of a list, by the bold words at its start."""
   found = re.findall(
     r'^- \*\*(.+?):\*\*\s(.+?)(?=^- |\Z)', text, re.MULTILINE | re.DOTALL
   )
@@ -86,7 +88,7 @@ def _described(text: str, mark: str) -> dict[str, Description]:
 # The general paragraphs of the pages.
 INTRODUCTION = read('overview').partition('\n')[2].partition('\n## ')[0]
 PARAGRAPHS = sections(read('overview'), '##')
-# How well established an entry is: what `sure` begins with, and what it means.
+# Phrase with which `sure` begins -> what this phrase means.
 SURE = {
   f'{phrase}.': meaning
   for phrase, meaning in bullets(PARAGRAPHS['How sure']).items()

@@ -246,7 +246,7 @@ ESTIMATOR = additions.Addition(
     ),
     _described(
       'advantage',
-      'How good was what the policy wrote?',
+      'How good was the text that the policy wrote?',
       'group_signs',
       'A = sign(R - mean)',
     ),
