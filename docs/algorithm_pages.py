@@ -166,7 +166,7 @@ def _source(source, lines):
   if not lines:
     return [_wrapped(f'{where} are ours too.')]
   return [
-    _wrapped(f'{where} are ours too, except for these:'),
+    _wrapped(f'{where} are ours too, apart from these points:'),
     '\n'.join(_wrapped(f'- {line}', subsequent_indent='  ') for line in lines),
   ]
 
@@ -220,7 +220,7 @@ def _needs(built):
 def _summary(table, texts, sources):
   """Returns the table of the algorithms, one line each."""
   parts = (*(kind for kind in texts.TITLES if kind != 'kl'), 'KL')
-  head = ('algorithm', *parts, 'source', 'how sure', 'differs from it in')
+  head = ('algorithm', *parts, 'source', 'how sure', 'differs from source in')
   rows: list[tuple[str, ...]] = [head]
   for name, algorithm in table.items():
     ratio = [algorithm['ratio']['level']]

@@ -145,17 +145,17 @@ def test_the_table_says_where_an_algorithm_is_from_and_how_it_differs():
     assert texts.ALGORITHMS[name].sure.startswith(sure) and sure in texts.SURE
     if name in sources.SOURCES:
       keys = sources.differences(name)
-      listed = row['differs from it in'].split(', ')
+      listed = row['differs from source in'].split(', ')
       assert len(listed) == max(len(keys), 1), name
     else:
-      assert row['differs from it in'] == '—'
+      assert row['differs from source in'] == '—'
   assert summary['atpo']['source'] == (
     '[arXiv:2601.04767](https://arxiv.org/abs/2601.04767)'
   )
-  assert summary['dppo_kl']['differs from it in'] == (
+  assert summary['dppo_kl']['differs from source in'] == (
     '`objective.cap`, `group_size`, `entropy_coefficient`'
   )
-  assert summary['so_grpo']['differs from it in'] == 'nothing'
+  assert summary['so_grpo']['differs from source in'] == 'nothing'
 
 
 def test_allowed_values_follow_the_rule_of_the_chosen_option():
