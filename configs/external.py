@@ -33,7 +33,7 @@ def model_exists(key: str, path) -> Iterator[str]:
     elif not folder.exists():
       yield f'{key}={path!r}: {hub.not_here(path)}'
     elif not (folder / 'config.json').is_file():
-      yield f'{key}={path!r}: has no config.json, which every model has'
+      yield f'{key}={path!r}: has no config.json, so it is no model'
     else:
       try:
         config_json.read(weight_files.read_json(folder / 'config.json'))

@@ -33,7 +33,7 @@ def _refuse(*keys: str, when: Callable[..., object], because: str) -> Relation:
 
 
 def _is_multiple(key: str, of: str) -> Relation:
-  """Returns the relation that the value of `key` is a multiple of `of`'s."""
+  """Returns the relation that `key` must be a multiple of the key `of`."""
   return _refuse(
     key,
     of,
@@ -124,7 +124,7 @@ RELATIONS: tuple[Relation, ...] = (
     'model.reference_path',
     when=lambda memory, rank, path: memory == 'host' and rank > 0 and not path,
     because='must be device when model.lora.rank={1} and model.reference_path '
-    'is empty: the base is the reference',
+    'is empty: the reference is then the base, which the policy uses too',
   ),
   *(
     _refuse(
@@ -134,9 +134,9 @@ RELATIONS: tuple[Relation, ...] = (
       because="must be '' when " + key + '={1}: ' + reason,
     )
     for key, allowed, reason in (
-      ('model.value_backbone', 'own', 'values are computed by the policy'),
-      ('model.lora.rank', 0, 'the value model is adapters of the same base'),
-      ('init_from', '', 'the value model is that of the other run'),
+      ('model.value_backbone', 'own', 'the policy computes the values'),
+      ('model.lora.rank', 0, 'the value model has adapters of the same base'),
+      ('init_from', '', 'the value model comes from the other run'),
     )
   ),
   (
@@ -165,15 +165,15 @@ RELATIONS: tuple[Relation, ...] = (
       (
         'rollout.steps_ahead',
         lambda steps_ahead: not steps_ahead,
-        'the devices that collect and those that learn would wait for each '
+        'devices that collect and devices that learn would wait for each '
         'other; set rollout.steps_ahead=1',
       ),
       (
         'rollout.engine',
         lambda engine: engine != 'local',
-        'a server of its own decodes',
+        'a server decodes, and no device of the run',
       ),
-      ('mesh.collect_fraction', bool, 'whole hosts collect, or parts of each'),
+      ('mesh.collect_fraction', bool, 'set either of these keys, not both'),
     )
     if key != other
   ),
@@ -199,17 +199,17 @@ RELATIONS: tuple[Relation, ...] = (
       (
         'rollout.turn_swaps',
         lambda swaps: swaps == 'never',
-        'a run without turn swaps needs no record',
+        'only a run with turn swaps follows the record of another run',
       ),
       (
         'rollout.deterministic',
         lambda deterministic: not deterministic,
-        'rounding depends on timing',
+        'rounding then depends on timing, so the run would not be the same',
       ),
       (
         'rollout.resample_rounds',
         lambda rounds: rounds > 0,
-        'which dialogues get slots first depends on timing',
+        'which dialogues get slots first then depends on timing',
       ),
     )
   ),
@@ -223,15 +223,15 @@ RELATIONS: tuple[Relation, ...] = (
     'updates.row_length',
     'env.max_length',
     when=lambda row, length: 0 < row < length,
-    because='must be 0, or at least env.max_length={1}: a trajectory stands in '
-    'one row',
+    because='must be 0, or at least env.max_length={1}: a row holds a whole '
+    'trajectory',
   ),
   _refuse(
     'rollout.resample_rounds',
     'rollout.group_size',
     when=lambda rounds, size: rounds > 0 and size < 2,
-    because='must be 0 when rollout.group_size={1}: groups of one have no '
-    'variance',
+    because='must be 0 when rollout.group_size={1}: the rewards of a group of '
+    'one cannot differ',
   ),
   _refuse(
     'rollout.pages',
@@ -380,10 +380,9 @@ RELATIONS: tuple[Relation, ...] = (
       and steps_ahead
       and not set(names) & set(STALENESS_CORRECTIONS)
     ),
-    because='must be sampled when rollout.steps_ahead={1}, unless '
-    'algorithm.correction.names has one of '
-    f'{", ".join(STALENESS_CORRECTIONS)}: nothing would correct for the '
-    'staleness',
+    because='must be sampled when rollout.steps_ahead={1}, because nothing '
+    'would correct for the staleness; or algorithm.correction.names must have '
+    f'one of {", ".join(STALENESS_CORRECTIONS)}',
   ),
   _refuse(
     'algorithm.correction.clipping_bias.tau',
@@ -392,7 +391,7 @@ RELATIONS: tuple[Relation, ...] = (
     when=lambda tau, names, norm: (
       'clipping_bias' in names and norm == 'coefficient' and tau < 1
     ),
-    because='must be 1 or greater; between tau and 1, the factor 1 / rho would '
-    'enlarge steps',
+    because='must be 1 or greater when norm=coefficient: where rho is between '
+    'tau and 1, the factor 1 / rho would enlarge the step',
   ),
 )

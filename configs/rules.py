@@ -42,8 +42,8 @@ STEPS = settings.Rule(
   lambda x: (
     len(x) == 2 and all(type(n) is int for n in x) and 0 <= x[0] <= x[1]
   ),
-  'two whole numbers that do not decrease: the first step to trace, and the '
-  'first one that is not traced any more',
+  'two whole numbers, such as (3, 5): the first step to trace, and the step '
+  'before which tracing ends, which must not be smaller',
 )
 FRACTION = settings.Rule(lambda x: 0 <= x <= 1, 'in [0, 1]')
 POSITIVE_FRACTION = settings.Rule(lambda x: 0 < x <= 1, 'in (0, 1]')
@@ -89,11 +89,11 @@ TURN_SWAPS = one_of('never', 'keep', 'recompute')
 OPTIMIZER = one_of('adamw', 'adamw_bfloat16', 'adafactor', 'muon')
 RANKS = settings.Rule(
   lambda x: all(_is_pattern(text, r'\d+') for text in x),
-  "expressions and whole numbers above 0, such as ('down_proj$=8',)",
+  "texts EXPRESSION=N with whole numbers N above 0, such as ('down_proj$=8',)",
 )
 ALPHAS = settings.Rule(
   lambda x: all(_is_pattern(text, r'\d+(\.\d+)?(e-?\d+)?') for text in x),
-  "expressions and numbers above 0, such as ('down_proj$=8.0',)",
+  "texts EXPRESSION=X with numbers X above 0, such as ('down_proj$=8.0',)",
 )
 TRACKERS = some_of('wandb', 'trackio')
 SERVERS = settings.Rule(

@@ -296,9 +296,9 @@ KEYS: Mapping[str, Key] = {
 # Removed key -> a hint about its replacement. No such key changed the results.
 GONE = {
   'evaluate.batch_size': 'rollout.slots is also for evaluations',
-  'rollout.cache_blocks': 'set the tokens of a page, rollout.page_size',
-  'updates.core_lengths': 'trajectories share rows, updates.row_length',
-  'writer.copy_to': 'a run may be in a bucket, --workdir=gs://BUCKET/RUN',
+  'rollout.cache_blocks': 'set the tokens of a page with rollout.page_size',
+  'updates.core_lengths': 'set the tokens of a row with updates.row_length',
+  'writer.copy_to': 'write the run to a bucket: --workdir=gs://BUCKET/RUN',
 }
 
 

@@ -77,7 +77,7 @@ class Budget:
       if v[key] and used >= v[key]:
         raise cloud.Ended(
           f'--{key}={v[key]:g} is spent ({had} slices, {hours:.2f} hours); the '
-          'same command with more goes on'
+          'same command with a larger value goes on'
         )
 
 

@@ -195,8 +195,8 @@ class Slices:
     if found['job'] != self._job:
       if self._describe(name)['state'] or time.time() - found['asked'] < _NEW:
         raise cloud.Ended(
-          f'{name} runs another command there; stop it with --stop, or repeat '
-          'its own command'
+          f'{name} still runs another command; end it with --stop, or follow '
+          'it with the same command as before'
         )
       self._live = found
       self._leave('lost', gone=True)
@@ -204,7 +204,7 @@ class Slices:
     self._live = found
     cloud.say(f'goes on with the slice {name}')
     if found['source'] != self._source.name:
-      cloud.say(f'it runs {found["source"]}, not what is here now')
+      cloud.say(f'the slice runs {found["source"]}, not the source here')
 
   def _request(self) -> None:
     """Requests the next slice, within the budget.
@@ -245,7 +245,9 @@ class Slices:
         return  # the answer to the request was lost
       self._live = None  # it is not ours, and so is not deleted
       self._record(live | {'ended': time.time(), 'reason': 'refused'})
-      raise Refused(f'{name}: is a slice of another run; give --name')
+      raise Refused(
+        f'{name}: is a slice of another run; give another name with --name'
+      )
     if cloud.is_transient(line):
       cloud.say(line)  # it is looked for, and requested again
       return
@@ -309,8 +311,8 @@ class Slices:
       if now - self._last_report[1] > cloud.SILENCE * self._poll:
         if not text:
           raise cloud.Ended(
-            f'no worker of {name} has said a word: may its service account '
-            'write to the bucket, and its network reach it?'
+            f'no worker of {name} has written to the bucket: see whether its '
+            'service account may, and whether its network reaches the bucket'
           )
         cloud.say(f'{name} is silent')
         self._leave('lost')
@@ -360,7 +362,8 @@ class Slices:
         live['active'] = min(map(float, born), default=0.0)
       self._record(live)
     except cloud.CloudError as error:
-      cloud.say(str(error) + '; it is paid for: try again' * (not deleted))
+      more = '; the slice still costs money: repeat the command'
+      cloud.say(str(error) + more * (not deleted))
     return deleted
 
   def _show(self, state: str, words: Mapping[str, list[str]]) -> None:
@@ -387,7 +390,7 @@ class Slices:
     choice = self._values['on_interrupt']
     with contextlib.suppress(OSError):  # the terminal is gone
       if not choice and asks and sys.stdin.isatty():
-        cloud.show('Keep the slice, which is paid for? [Y/n] ')
+        cloud.show('Keep the slice, which goes on costing money? [Y/n] ')
         answer = sys.stdin.readline()
         choice = 'delete' if answer.lower().startswith('n') else 'keep'
     if choice == 'delete':

@@ -74,8 +74,8 @@ def pack(
     is_own = path.parts[0] in _FOLDERS and path.exists()
     if not path.is_file() and not is_own or '..' in path.parts:
       errors.append(
-        f'--config.{key}={text}: must be an absolute path or an address that '
-        'workers have, or a file of this machine, which is sent to them'
+        f'--config.{key}={text}: must be a file of this machine, which is sent '
+        'to the workers, or an absolute path or an address that they can read'
       )
     names.append(text)
   if errors:

@@ -47,8 +47,8 @@ _OWN_FOLDERS = ('/tmp', '/var/tmp', '/dev/shm', '/run')
 _CANNOT_SHARE = ': workers cannot share it: each machine has its own'
 _ADDRESS = re.compile(r'gs://[a-z0-9][a-z0-9._-]+(/[A-Za-z0-9_.+-]+)+')
 _NAMES = (
-  ', names of letters, digits and any of . _ + -; that of a bucket is in '
-  'lowercase and has three or more'
+  ', with names of letters, digits and any of . _ + -; the name of a bucket is '
+  'in lowercase and has three characters or more'
 )
 _SECRET = re.compile(r'(?i)\w*(token|secret|password|api_key)=|://[^/\s]*@')
 # The largest ConfigMap; its archive is written in base64.
@@ -133,7 +133,7 @@ def require(tool: str) -> None:
   """Raises `Misconfigured` if a program is not here."""
   if shutil.which(tool) is None:
     raise exits.Misconfigured(
-      f'{tool}: not installed; --dry_run prints what it would be given'
+      f'{tool}: not installed; --dry_run prints the text that it would get'
     )
 
 
@@ -212,8 +212,8 @@ def _check(
   errors = _mesh_problems(config.mesh, *_devices(name, values))
   if name == 'tpu':
     errors += [
-      f'--config.{key}={path}: must be gs://, because nothing that reads other '
-      'addresses is installed on the workers'
+      f'--config.{key}={path}: must begin with gs://, because the workers can '
+      'read no other addresses'
       for key, path in paths.items()
       if '://' in path and not path.startswith('gs://')
     ]
@@ -225,7 +225,7 @@ def _check(
   if name == 'jobset' and len(source.data) > _MOST_BYTES:
     raise exits.Misconfigured(
       f'{len(source.data)} bytes of source: must be at most {_MOST_BYTES}, '
-      'which is what a ConfigMap holds'
+      'the most that a ConfigMap holds'
     )
   return source, config.to_json(sort_keys=True)
 
@@ -250,7 +250,7 @@ def _conflicts(name: str, values: Mapping[str, Any]) -> list[str]:
   if name == 'local' and values['gpus'] % values['processes']:
     return [
       f'--processes={values["processes"]}: must divide '
-      f'--gpus={values["gpus"]}, because each process gets as many'
+      f'--gpus={values["gpus"]}, because all processes get the same number'
     ]
   if name == 'tpu':
     errors = []
@@ -261,9 +261,9 @@ def _conflicts(name: str, values: Mapping[str, Any]) -> list[str]:
     if values['spot'] and values['reserved']:
       errors.append('--reserved: needs --nospot')
     if values['stop'] and values['dry_run']:
-      errors.append('--dry_run: not with --stop, which submits nothing')
+      errors.append('--dry_run: not allowed with --stop')
     if values['max_cost'] and not values['price']:
-      errors.append('--max_cost: needs --price, of a chip for an hour')
+      errors.append('--max_cost: needs --price, the price of a chip-hour')
     return errors
   if name == 'jobset':
     try:
@@ -316,7 +316,7 @@ def _workdir_problems(name: str, workdir: str, mount: str) -> list[str]:
     is_good = _ADDRESS.fullmatch(workdir)
     return [] if is_good else [f'{start}must be gs://BUCKET/RUN{_NAMES}']
   if not path.is_absolute():
-    return [f'{start}must be absolute, because workers start elsewhere']
+    return [f'{start}must be absolute, because workers start in other folders']
   if _is_own(workdir):
     return [f'--workdir={workdir}{_CANNOT_SHARE}']
   if mount and not path.is_relative_to(mount):

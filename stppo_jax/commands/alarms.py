@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
   thresholds = {k: x for k, x in thresholds.items() if x is not None}
   if any(map(alarm_tables.is_table, words)):
     errors += [
-      f'--{name}: the table of a study lacks this metric; give folders of runs'
+      f'--{name}: the table of a study has no such metric; give folders of runs'
       for name in thresholds
       if name not in alarm_tables.MEASURED
     ]

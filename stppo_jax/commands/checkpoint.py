@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
   elif not place:
     errors.append('DIR: missing; give the folder of a run')
   if action in _ACTIONS and flags.out:
-    errors.append(f'--out={flags.out}: is for convert')
+    errors.append(f'--out={flags.out}: is for convert only')
   command_line.refuse(errors)
   if action == _CONVERT:
     return torch_files.convert(place, pathlib.Path(flags.out))

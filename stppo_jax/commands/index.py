@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
   if flags.k1 == float('inf'):
     errors.append('--k1=inf: must be finite')
   if (flags.backend == 'dense') != bool(flags.encoder):
-    errors.append('--backend=dense and --encoder belong together')
+    errors.append('--backend=dense and --encoder: give both, or neither')
   elif flags.encoder and not os.path.isfile(f'{flags.encoder}/config.json'):
     errors.append(
       f'--encoder={flags.encoder}: no encoder: config.json is missing'

@@ -129,5 +129,5 @@ def _download(url: str, path: pathlib.Path) -> None:
   # bytes is compared.
   size, expected = partial.stat().st_size, reply.headers['Content-Length']
   if expected is not None and size != int(expected):
-    raise OSError(f'{size} bytes of {expected}')
+    raise OSError(f'received {size} of {expected} bytes')
   partial.replace(path)

@@ -195,8 +195,8 @@ def _answers(fields: Mapping[str, Any]) -> tuple[str, ...]:
     raise ValueError('"answers": expected a list of strings, one at least')
   if not all(map(str.strip, answers)):
     raise ValueError(
-      '"answers": expected strings that are not empty, because no empty answer '
-      'may be right'
+      '"answers": expected strings that are not empty, because an empty answer '
+      'must never count as right'
     )
   return tuple(answers)
 

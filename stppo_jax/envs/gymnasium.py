@@ -158,7 +158,7 @@ class _Episode(protocol.Episode):
     return {}, {'return': 0.0 if failed else self._return}
 
   def close(self) -> None:
-    """Closes the environment, after a step that may still run has ended."""
+    """Closes the environment, now or as soon as its running step has ended."""
     if self._last is None:
       _close(self._made)
     else:

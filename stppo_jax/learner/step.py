@@ -227,8 +227,8 @@ def apply_gradients(
 def summarize(outputs: Sequence[LossOutputs]) -> dict[str, float]:
   """Returns the metrics of a step from the outputs of its updates.
 
-  Scalar metrics are averaged over the updates. Diagnostics of ratios are merged
-  first.
+  Scalar metrics are averaged over the updates. Diagnostics of ratios are means
+  over the tokens of all updates together.
   """
   metrics, diagnostics = zip(*jax.device_get(outputs))
   means = {

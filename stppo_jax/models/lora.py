@@ -80,7 +80,10 @@ class Lora:
 
 
 def _matching(patterns: Iterable[str], name: str, default: float) -> float:
-  """Returns the number of the first pattern found in a name, or the default."""
+  """Returns the number of the first pattern that fits a name, or the default.
+
+  A pattern is 'EXPRESSION=NUMBER'; it fits if the name has its expression.
+  """
   for pattern in patterns:
     expression, _, number = pattern.rpartition('=')
     if re.search(expression, _in_layers(name)):

@@ -28,9 +28,10 @@ jax has its own coordinator, which XLA needs. Its key-value store and barriers
 could carry the exchanges, but do not handle failures. A wait cannot be ended
 from outside, so a host would hear of a signal or a failure of another host only
 at the time-out. A client that loses jax's coordinator aborts its process with a
-stack trace that names no host, even with `jax_enable_recoverability`. So jax's
-clients reach jax's coordinator through relays on the port of this coordinator,
-which stay open when process 0 is gone.
+stack trace that names no host, even with `jax_enable_recoverability`. So each
+process has a relay, to which its client of jax connects. The relay passes the
+bytes on to the port of this coordinator, which forwards them to jax's. If
+process 0 is lost, the relay keeps the client's connection open.
 """
 
 import asyncio
@@ -108,8 +109,8 @@ class Coordinator:
     count: the number of processes.
     jax_port: the port of jax's coordinator on this machine.
     start_timeout: seconds to wait until all processes are connected.
-    patience: seconds that a process may come later than the first one to an
-      exchange, and seconds that it may take to answer.
+    patience: the most seconds between the arrival of the first process at an
+      exchange and of the last, and the most seconds until a process answers.
   """
 
   address: str
@@ -188,7 +189,7 @@ class Coordinator:
       refusal = f'{self.count} processes are expected, not {count}'
     elif process in self._left:
       # This host was started again before the other hosts have ended.
-      refusal = f'the run that host {process} has left is about to end'
+      refusal = f'the run there, which host {process} has left, is about to end'
       code = exits.TRY_AGAIN
     elif not 0 <= process < count or process in self._members:
       taken = self._members.get(process)
@@ -281,12 +282,12 @@ class Coordinator:
         if clock.now - since > shortest
       ]
       if missing := self._missing(range(self.count), self._members):
-        line = f'to come to {self.address}'
+        line = f'to connect to {self.address}'
         waits.append((started, self.start_timeout, line, missing))
       for key, (since, among, parts) in self._given.items():
         if self._stopped and key.startswith(PROGRAM):
           continue  # the stop has abandoned this exchange
-        line = f'to come to the others ({key.rpartition("/")[0]})'
+        line = f'to join the others ({key.rpartition("/")[0]})'
         missing = self._missing(among, parts)
         waits.append((since, self.patience, line, missing))
       for since, patience, line, late in waits:

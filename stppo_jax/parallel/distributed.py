@@ -190,8 +190,8 @@ def joined(
       raise exits.Misconfigured(
         f'mesh.collectors={collectors}: {hosts.describe(hosts.index)}: jax '
         f'sees the devices of {jax.process_count()} hosts, not of {world[0]}: '
-        'on TPUs the hosts that learn are a slice, and each one that collects '
-        'is a slice of its own'
+        'on TPUs, all hosts that learn must be in one slice, and each host '
+        'that collects must be a slice of its own'
       )
     yield hosts
     # First all hosts say that they are done. Then jax's clients leave jax's

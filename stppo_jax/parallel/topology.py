@@ -150,7 +150,7 @@ class VirtualDevice:
     return types.SimpleNamespace(process_index=lambda: 0)
 
   def addressable_memories(self) -> list[Any]:
-    """Returns objects that stand for memories and only have a kind."""
+    """Returns stand-ins for the device's memories, which only have a kind."""
     kinds = 'device', 'pinned_host'
     return [types.SimpleNamespace(kind=kind) for kind in kinds]
 

@@ -85,7 +85,7 @@ class Server:
         self._socket = socket.create_server((place, 0), family=family)
         break
     else:
-      raise OSError(f'{host}: no address of this machine to listen at')
+      raise OSError(f'{host}: this machine cannot listen at this address')
     port = self._socket.getsockname()[1]
     self.address = Address(host, port, secrets.token_hex())
     self._readers = readers

@@ -105,7 +105,10 @@ def repeated(
     if config.evaluate.every != every:
       # An evaluation waits for all dialogues. At other steps, some dialogues
       # would wait for weights that are only made after the evaluation.
-      problem = f'it has evaluate.every={every}, not {config.evaluate.every}'
+      problem = (
+        f'its run has evaluate.every={every}, but this run has '
+        f'{config.evaluate.every}'
+      )
   if problem:
     raise exits.Misconfigured(f'rollout.replay_order={path}: {problem}')
   return found

@@ -84,8 +84,8 @@ class Gae(options_lib.Named):
     # advantage, so untrained values at observations do no harm.
     elif included and critic_tokens == 'policy' and (gamma, lambda_) != (1, 1):
       rule = (
-        "'response' when observation_tokens is 'included', unless gamma and "
-        'lambda_ are 1: GAE would read values that no loss trains'
+        "'response' when observation_tokens is 'included' and gamma or lambda_ "
+        'is not 1: GAE would read values that no loss trains'
       )
       yield 'critic_tokens', critic_tokens, rule
     if critic_tokens == 'response' and not included:

@@ -51,7 +51,7 @@ class Algorithm(options.Options):
     if ratio['normalize'] == 'guard' and objective['name'] not in clips:
       # The guard undoes a factor in the gradient of the ratio, so the gradient
       # of the objective must flow through the ratio, as in `clips`.
-      rule = "'none' unless objective.name is " + ' or '.join(clips)
+      rule = "'none' when objective.name is neither " + ' nor '.join(clips)
       yield 'ratio.normalize', ratio['normalize'], rule
     name = advantage['name']
     if name in estimator_needs.TURN_REWARDS and kl['where'] == 'reward':

@@ -168,9 +168,9 @@ def binary_kl(
   del statistics
   old_BL = _old_logprobs(context)
 
-  # The search varies the logarithm of the ratio, because the results are bounds
-  # of the ratio. The epsilon keeps the logarithms finite where a probability is
-  # 1.
+  # The search varies the log-ratio and not log pi, because the results are
+  # bounds of the ratio. The epsilon keeps the logarithms finite where a
+  # probability is 1.
   def divergence(log_ratio_BL):
     rest_BL = 1 - jnp.exp(old_BL)
     left_BL = 1 - jnp.exp(old_BL + log_ratio_BL)

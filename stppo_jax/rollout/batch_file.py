@@ -39,8 +39,8 @@ def read(file: BinaryIO, names: Iterable[str]) -> dict[str, np.ndarray]:
   )
   if unpacked > _MAX_UNPACKED:
     raise ValueError(
-      f'its compressed arrays take {unpacked} bytes; the limit is '
-      f'{_MAX_UNPACKED}, except for arrays that are not compressed'
+      f'its compressed arrays take {unpacked} bytes in memory: must be at most '
+      f'{_MAX_UNPACKED}; arrays that are not compressed may be larger'
     )
   return {name: _member(archive, name) for name in present}
 

@@ -140,8 +140,8 @@ def _expert_ids(
   missing = [t for t in trajectories if _trains(t) and t.expert_ids is None]
   if missing or not known:
     raise ValueError(
-      'the experts that the sampler chose are not known of '
-      f'{len(missing)} of {len(trajectories)} trajectories'
+      f'{len(missing)} of {len(trajectories)} trajectories lack the experts '
+      'that the sampler chose'
     )
   expert_ids = np.full((*shape, *known[0].shape[1:]), -1, np.int16)
   for n, trajectory in enumerate(trajectories):

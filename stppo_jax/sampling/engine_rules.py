@@ -13,7 +13,7 @@ from typing import Any
 DECODES_ALONE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
   'mesh.collect_fraction': (
     lambda fraction: fraction > 0,
-    'hosts that decode together learn with the same devices',
+    'hosts decode together only on the devices that learn',
   ),
   'mesh.collectors': (
     lambda collectors: collectors > 0,
@@ -21,15 +21,15 @@ DECODES_ALONE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
   ),
   'updates.routing_replay': (
     lambda replay: replay == 'sampler',
-    'a host could read its experts only together with the other hosts',
+    'a host alone could not read the experts that its rows have chosen',
   ),
   'rollout.lanes': (
     lambda lanes: lanes > 1,
-    'hosts that decode together have several devices',
+    'several lanes need a single device, but a slice has several',
   ),
   'rollout.turn_swaps': (
     lambda turn_swaps: turn_swaps != 'never',
-    'hosts that decode together call a program with the same weights',
+    'hosts that decode together need the same weights in every call',
   ),
 }
 # Settings that rollout.turn_swaps needs. For each key of the config: a function
@@ -52,7 +52,7 @@ SWAPS_TURNS: Sequence[tuple[str, Callable[[str, Any], bool], str, str]] = (
     'rollout.pages',
     lambda swaps, pages: swaps == 'keep' or not pages,
     'never or keep',
-    'a dialogue that is computed again may lack the pages that it had shared',
+    'a dialogue that is computed again shares no pages, and may find too few',
   ),
   (
     'updates.routing_replay',

@@ -174,7 +174,10 @@ class Tokenizer:
     literals = [literal for literal in self.added_literals if literal]
     gap = next((c for c in _GAPS if not any(c in x for x in literals)), None)
     if gap is None:
-      raise ValueError(f'every one of {_GAPS!r} is in some added token')
+      raise ValueError(
+        f'no character of {_GAPS!r} can break up the added tokens that a text '
+        'spells, because each is itself in some added token'
+      )
     while found := [literal for literal in literals if literal in text]:
       for literal in found:
         head, tail = literal[0], literal[1:]

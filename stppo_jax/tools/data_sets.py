@@ -118,8 +118,9 @@ def _questions(
     return readers.read_questions(name)
   if root is None:
     raise ValueError(
-      f'{name}: no file of questions ({", ".join(tables.SUFFIXES)}); the name '
-      'of a data set needs --root, the folder of the data sets'
+      f'{name}: does not end like a file of questions '
+      f'({", ".join(tables.SUFFIXES)}); if it is the name of a data set, give '
+      'the folder of the data sets with --root'
     )
   (element,) = mixtures.parse(name)
   from stppo_jax.data import tfds_store

@@ -189,7 +189,7 @@ def evaluate(
   if missing:
     streams.show_beside(
       f'{missing} dialogues failed for reasons of the infrastructure; they are '
-      'not counted' + ('; the same command collects them' if out else '')
+      'not counted' + ('; the same command collects them again' if out else '')
     )
     return exits.TRY_AGAIN
   return 0

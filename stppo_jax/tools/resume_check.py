@@ -120,8 +120,8 @@ def differences(
   for name in sorted(ours['host'].keys() & theirs['host'].keys() - {'line'}):
     if ours['host'][name] != theirs['host'][name]:
       lines.append(
-        f'step {step}: {name} is {ours["host"][name]} in one piece, and '
-        f'{theirs["host"][name]} if it is cut'
+        f'step {step}: {name} is {ours["host"][name]} if the run is in one '
+        f'piece, and {theirs["host"][name]} if it is cut'
       )
   return lines, len(ours['leaves'])
 

@@ -218,7 +218,7 @@ def check_memory(
     largest = ', '.join(f'{gib(size)} for {name}' for name, size in parts[:3])
     raise DoesNotFit(
       f'the run needs at least {gib(held.total)} of each device ({largest}), '
-      f'and there are {gib(limit)}',
+      f'but a device has {gib(limit)}',
       config,
       limit,
     )

@@ -346,8 +346,8 @@ def check_sizes(
     shards = cache_lib.row_shards_of_host(shape, placement.mesh)
     if num_slots(config, hosts) % shards:
       lines[f'rollout.{slots}'] = (
-        f'rollout.{slots}={rollout[slots]}: must be a multiple of {shards}: '
-        'the engine divides slots over so many devices of this host'
+        f'rollout.{slots}={rollout[slots]}: must be a multiple of {shards}, '
+        'the number of devices of this host that share the slots'
       )
     size = engine_rules.tokens_per_page(
       rollout.page_size, config.env.max_length

@@ -264,7 +264,8 @@ class StepMetrics:
 def _of_both(operations, models, lengths, losses) -> tuple[float, float]:
   """Returns the operations of the policy, and those of the value model.
 
-  Without a value model of its own, the caller must not use the second number.
+  If `models.value` is None, there is no value model with a backbone of its own.
+  The second number then means nothing, and the caller must not use it.
   """
   policy, values = operations(models.policy.config, lengths, losses)
   if models.value is not None:

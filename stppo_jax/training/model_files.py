@@ -219,8 +219,8 @@ def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
     if tokenizer.vocab_size > policy.vocab_size:
       home = model.tokenizer_path or model.path
       raise ValueError(
-        f'{home}: the tokenizer has {tokenizer.vocab_size} tokens, the '
-        f'embedding in {model.path} only {policy.vocab_size} rows'
+        f'{home}: the tokenizer has {tokenizer.vocab_size} tokens, but the '
+        f'embedding in {model.path} has only {policy.vocab_size} rows'
       )
     _check_length(config, model.path, policy)
   check_tokenizer(config, tokenizer)

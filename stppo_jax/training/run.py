@@ -123,7 +123,7 @@ class Run:
       shown_every: the number of steps between two lines of progress.
     """
     with contextlib.ExitStack() as stack:
-      # Restoring runs programs that need all hosts, so no host may leave early.
+      # A restore calls programs that need all hosts, so no host may leave now.
       with folder.collective_section():
         saver = saving.Saver(config, folder, checkpoints, start)
         stack.callback(saver.checkpointer.close)

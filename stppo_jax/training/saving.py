@@ -204,7 +204,7 @@ class Saver:
       return
     line = self._lack_of_room()
     if line and not self._told_of_room:
-      _log.info('warning: %s; the run ends with its next checkpoint', line)
+      _log.info('warning: %s; the run ends at its next checkpoint', line)
     # If the disk has room in between, a later lack of room is logged again.
     self._told_of_room = bool(line)
 

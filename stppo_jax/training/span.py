@@ -79,7 +79,7 @@ def resolved(
     changed.rollout.span = 'slice' if any(problems) else 'host'
   for index, problem in enumerate(problems):
     if problem and hosts.is_first:
-      line = f'its own programs do not compile: {problem}'
+      line = f'programs for this host alone do not compile: {problem}'
       _log.info('rollout.span=slice: %s: %s', hosts.describe(index), line)
   return changed.lock()
 

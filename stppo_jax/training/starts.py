@@ -274,7 +274,7 @@ def _with_value(
       restored = None
     reads.close()
   if restored is None:
-    note = '; it has no value model that fits, ours starts from the policy'
+    note = '; it has no value model that fits, so ours starts from the policy'
     return state, note
   value = dataclasses.replace(state.value, params=restored[1])
   return dataclasses.replace(state, value=value), ''

@@ -266,7 +266,7 @@ def _acquire(path: pathlib.Path, every: float) -> tuple[TextIO, Holder]:
         mine = _write(file)
         _log.info(
           f'{path.parent}: took over the lock of an ended run: '
-          + str(holder or 'its file names nobody')
+          + str(holder or 'its file names no process')
         )
         stack.pop_all()  # the file stays open
         return file, mine

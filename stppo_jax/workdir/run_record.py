@@ -90,9 +90,9 @@ def check_prompts(workdir: pathlib.Path) -> None:
   path = workdir / 'config.json'
   if path.is_file() and _has_begun(workdir) and 'prompt' not in _read(path):
     raise OtherRun(
-      f'prompt.bos=auto: the run in {workdir} was begun by a version that put '
-      'no bos_token before prompts, and this one would; keep them as they were '
-      f'with --config.prompt.bos=off {_ALLOW}=prompt.bos'
+      f'prompt.bos=auto: would put a bos_token before prompts, but the run in '
+      f'{workdir} was begun by a version that put none; to resume it without '
+      f'the token: --config.prompt.bos=off {_ALLOW}=prompt.bos'
     )
 
 
@@ -152,7 +152,7 @@ def check_run(workdir: pathlib.Path) -> None:
   if not workdir.is_dir():
     raise exits.Misconfigured(f'--workdir={workdir}: no such folder')
   if run_folder.command_of(workdir) != 'train':
-    raise exits.Misconfigured(f'no run in {workdir}: train has made none')
+    raise exits.Misconfigured(f'no run of train in {workdir}')
 
 
 def check_checkpoints(workdir: pathlib.Path) -> None:

@@ -455,7 +455,7 @@ def test_a_start_may_go_on_from_a_policy_wherever_it_lies(folder, capsys):
     (
       'started',
       [f'--config.model.path={runs.REPO}/assets/quickstart'],
-      'assets/quickstart: the runs of study started train from its starts',
+      'assets/quickstart: not allowed, because study started names the starts',
     ),
   ],
 )

@@ -357,7 +357,7 @@ def test_a_plan_says_with_which_changes_a_run_fits(capsys, monkeypatch):
   *_, fits, advice = capsys.readouterr().out.splitlines()
   assert fits == 'does not fit in 15.75 GiB'
   found = re.fullmatch(
-    r'by the estimate, it fits in [\d.]+ GiB with (.*)', advice
+    r'by the estimate, the run fits in [\d.]+ GiB with (.*)', advice
   )
   flags = found[1].split()
   assert '--config.updates.remat=full' in flags

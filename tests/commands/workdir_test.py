@@ -101,7 +101,7 @@ def test_a_folder_without_a_run_has_no_score(model, tmp_path, refused):
   collect = ['lab', 'collect', f'--out={tmp_path}/F.npz', *flags]
   for folder in (model, tmp_path):
     line = refused(*collect, f'--workdir={folder}')
-    assert line == f'no run in {folder}: train has made none\n'
+    assert line == f'no run of train in {folder}\n'
   assert not (tmp_path / 'F.npz').exists()
   line = refused('evaluate', *flags, f'--checkpoint={tmp_path}')
   assert f'{tmp_path}: neither a run' in line

@@ -171,7 +171,7 @@ def test_a_slice_of_that_name_is_ours_or_stays(google, place, capsys):
   assert code == (75 if place == _PLACE else 2)
   assert [*google.slices] == [_SLICE] and not google.deleted()
   if place != _PLACE:
-    assert 'give --name' in capsys.readouterr().out
+    assert 'give another name with --name' in capsys.readouterr().out
 
 
 def test_a_network_that_fails_while_going_on_costs_no_slice(google):

@@ -170,7 +170,7 @@ def test_the_service_finds_the_retriever():
     ),
     (
       [*rendered.COMMANDS['startup.sh'], '--stop', '--dry_run'],
-      '--dry_run: not with --stop',
+      '--dry_run: not allowed with --stop',
     ),
     (
       [

@@ -229,7 +229,7 @@ def test_hosts_that_do_not_come_are_named(stranded):
   # A line while they wait, and another one at the end.
   for text, code in ends:
     said, end = text.splitlines()
-    assert code == 75 and f'host 1 to come to {alone}' in said
+    assert code == 75 and f'host 1 to connect to {alone}' in said
     assert end.startswith('host 1 ') and end.endswith('within 7 s')
   ((text, code),) = lost
   said, end = text.splitlines()

@@ -237,5 +237,5 @@ def test_experts_are_at_their_tokens_only():
 
 def test_experts_that_were_not_reported_cannot_be_packed():
   rows = [_with_experts(_trajectory(_LONG), 0), _trajectory(_SHORT)]
-  with pytest.raises(ValueError, match='not known of 1 of 2 trajectories'):
+  with pytest.raises(ValueError, match='1 of 2 trajectories lack the experts'):
     pack.pack(rows, length_bucket=4, with_expert_ids=True)

@@ -28,7 +28,8 @@ def test_every_array_and_number_that_differs_is_named(tmp_path):
   lines, _ = resume_check.differences(one, tmp_path / 'third', 4)
   assert lines == [
     'step 4: v differs',
-    'step 4: kl_coefficient is 0.1 in one piece, and 0.2 if it is cut',
+    'step 4: kl_coefficient is 0.1 if the run is in one piece, and 0.2 if it '
+    'is cut',
   ]
   with pytest.raises(resume_check.NothingToCompare, match='checkpoints/5: '):
     resume_check.differences(one, other, 5)

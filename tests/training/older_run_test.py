@@ -58,7 +58,8 @@ def test_a_run_whose_prompts_had_no_bos_keeps_them(
   )
   assert train() == 2
   (line,) = capsys.readouterr().err.splitlines()[-1:]
-  assert line.startswith(f'prompt.bos=auto: the run in {workdir} was begun by')
+  assert line.startswith('prompt.bos=auto: would put a bos_token before ')
+  assert f'the run in {workdir} was begun by' in line
   *_, bos, allow = line.split()
   assert train(bos, allow) == 0
   assert train(bos) == 0

@@ -154,7 +154,7 @@ _REFUSED = {
     line="gives the prompt 'Which word comes next?' back as ",
   ),
   'no gap': Row(
-    'Qwen3', {'added': list(' .-_~^')}, line='is in some added token'
+    'Qwen3', {'added': list(' .-_~^')}, line='is itself in some added token'
   ),
   'no such end token': Row(
     'Qwen3',

@@ -68,8 +68,8 @@ def parse(
   ]
   if whole.starts and 'model.path' in given.overrides:
     errors.append(
-      f'--config.model.path={given.overrides["model.path"]}: the runs of study '
-      f'{whole.name} train from its starts; edit the study'
+      f'--config.model.path={given.overrides["model.path"]}: not allowed, '
+      f'because study {whole.name} names the starts of its runs; edit the study'
     )
   # The folder may hold these runs although `ablate` has not written to it: the
   # user may have run the commands of a dry run by hand.

@@ -103,7 +103,7 @@ def _find(file: str) -> pathlib.Path:
     if b'def get_config(' in found.read_bytes()
   }
   if path.is_dir():
-    listed = ', '.join(sorted(choices)) or 'it has no config'
+    listed = ', '.join(sorted(choices)) or 'none, as no file in it is a config'
     raise ValueError(f'is a folder; choices: {listed}')
   raise ValueError('no such file' + settings.closest(file, sorted(choices)))
 

@@ -90,9 +90,9 @@ def _problem(folder: pathlib.Path) -> str:
     return f'a run of {owner}: its policy is in {folder / "policy"}'
   has_model = any(folder.glob('*.safetensors'))
   if owner != 'train' and not (folder / 'config.json').is_file():
-    return 'neither a run, which train makes, nor a Hugging Face directory'
+    return 'neither a run of train nor a Hugging Face directory'
   if owner != 'train' and not has_model:
-    return 'no *.safetensors, and no run: train has made none'
+    return 'has no *.safetensors, and is no run of train'
   return ''
 
 
@@ -154,8 +154,8 @@ def _choose_sets(config: Any, sets: str) -> None:
     problem = 'a file has no splits'
   elif not any(are_files) and not data.root:
     problem = (
-      f'no file ({", ".join(tables.SUFFIXES)}), and data sets need their '
-      'folder: --config.data.root=DIR'
+      f'does not end like a file ({", ".join(tables.SUFFIXES)}), and for data '
+      'sets their folder is missing: --config.data.root=DIR'
     )
   if problem:
     raise ValueError(f'--sets={sets}: {problem}')

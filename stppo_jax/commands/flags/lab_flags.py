@@ -100,7 +100,7 @@ def out_problems(
     paths = {pathlib.Path(values[x]).resolve(): x for x in sources}
     # Resolved, since a link or another spelling may name the same file.
     if source := paths.get(pathlib.Path(file).resolve()):
-      problems.append(f'--{name}={file}: is the file of --{source}')
+      problems.append(f'--{name}={file}: must not be the file of --{source}')
     elif name == 'plot' and not file.endswith('.png'):
       problems.append(f'--plot={file}: must end in .png')
     else:

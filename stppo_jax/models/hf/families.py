@@ -268,8 +268,8 @@ def of(*, qkv_bias: bool, qk_norm: bool, num_experts: int) -> str:
     for (bias, norm, experts), name in choices.items()
   )
   raise ValueError(
-    f'qkv_bias={qkv_bias}, qk_norm={qk_norm} and num_experts={num_experts} '
-    f'are of no model family; choices: {listed}'
+    f'qkv_bias={qkv_bias}, qk_norm={qk_norm} and num_experts={num_experts}: '
+    f'no model family has all three; choices: {listed}'
   )
 
 

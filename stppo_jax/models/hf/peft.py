@@ -204,8 +204,8 @@ def write(
     _refuse_shared(name)
     if layer.startswith('dense_') and '.mlp.' in name:
       raise ValueError(
-        f'{name}: PEFT would take its adapter for one of experts; use merged '
-        'weights, which export writes without --adapters'
+        f'{name}: PEFT would read the adapter of this dense layer as one of '
+        'experts; export without --adapters, which writes merged weights'
       )
     for key in 'ab':
       tensor = f'{_PREFIX}{name}.lora_{key.upper()}.weight'
@@ -314,8 +314,8 @@ def _refuse_shared(name: str, where: str = '') -> None:
   if name.endswith(families.SHARED):
     raise ValueError(
       f'{where}{name} is one tensor for several layers of this package, so its '
-      'adapters are not supported; use merged weights, which export writes '
-      'without --adapters'
+      'adapters are not supported; export without --adapters, which writes '
+      'merged weights'
     )
 
 

@@ -317,7 +317,9 @@ class Checkpointer:
     for name, number in zip(wanted, fingerprint_lib.fingerprints(leaves)):
       expected = manifest['leaves'][name]['fingerprint']
       if number != expected:
-        raise _Damaged(f'{name}: fingerprint {number}, saved as {expected}')
+        raise _Damaged(
+          f'{name}: fingerprint {number}, but {expected} when it was saved'
+        )
     treedef = jax.tree.structure(abstract_state)
     return jax.tree.unflatten(treedef, leaves), manifest['host']
 

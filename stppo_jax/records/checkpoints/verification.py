@@ -57,7 +57,9 @@ def problems(
         kind['fingerprint'],
       )
       if number != expected:
-        changed[name] = f'fingerprint {number}, saved as {expected}'
+        changed[name] = (
+          f'fingerprint {number}, but {expected} when it was saved'
+        )
   return [_shortened(each) for each in (unreadable, changed) if each]
 
 

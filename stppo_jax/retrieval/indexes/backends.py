@@ -120,7 +120,7 @@ def open_index(
     vectors = 'faiss' if faiss_file else 'dense'
     return HybridIndex([open_kind('bm25'), open_kind(vectors)])
   if not encoder_directory:
-    raise ValueError(f'{backend}: needs the encoder of the vectors')
+    raise ValueError(f'{backend}: needs the encoder that made the vectors')
   if backend == 'faiss':
     from stppo_jax.retrieval.indexes import encoder
     from stppo_jax.retrieval.indexes import faiss_index

@@ -201,7 +201,9 @@ def read_vectors(
   """
   path = pathlib.Path(folder) / _VECTORS
   if dtype not in DTYPES:
-    raise ValueError(f'{path}: dtype {dtype!r}: one of {", ".join(DTYPES)}')
+    raise ValueError(
+      f'{path}: dtype {dtype!r}: must be one of {", ".join(DTYPES)}'
+    )
   try:
     vectors_PD = np.load(path, mmap_mode='r', allow_pickle=False)
   except (OSError, ValueError, EOFError) as error:

@@ -199,7 +199,9 @@ def _read_completion(request: Request, reply: bytes) -> Answer:
     case _:
       raise ValueError('expected exactly one choice in the reply')
   if reason not in ('stop', 'length'):
-    raise ValueError(f'finish_reason={str(reason)[:40]!r}')
+    raise ValueError(
+      f"finish_reason={str(reason)[:40]!r}: expected 'stop' or 'length'"
+    )
   # vLLM repeats the prompt's ids in each choice, because a request to vLLM may
   # have several prompts.
   echoed = choice.get('prompt_token_ids', fields.get('prompt_token_ids'))
@@ -239,7 +241,9 @@ def _read_generate(request: Request, reply: bytes) -> Answer:
   reason = meta.get('finish_reason')
   kind = reason.get('type') if isinstance(reason, dict) else reason
   if kind not in ('stop', 'length'):
-    raise ValueError(f'finish_reason={str(kind)[:40]!r}')
+    raise ValueError(
+      f"finish_reason={str(kind)[:40]!r}: expected 'stop' or 'length'"
+    )
   # Only the number of prompt tokens is compared. The server sends the ids of
   # prompt tokens only with their log-probabilities, which it would have to
   # compute again in every turn.

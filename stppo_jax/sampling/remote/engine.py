@@ -322,8 +322,8 @@ class RemoteEngine:
     count, stopped = self._find_stop(answer.token_ids)
     if not stopped and count < request.max_tokens:
       raise ValueError(
-        f'the turn ended after {count} of {request.max_tokens} tokens, without '
-        'any of our stops'
+        f'the server ended the turn after {count} of {request.max_tokens} '
+        'tokens, at no stop string and no end token of the run'
       )
     logprobs = np.asarray(answer.logprobs[:count], np.float32)
     sampling = request.sampling

@@ -203,8 +203,8 @@ def _with_start(config, workdir):
   if workdir is None:
     if run_record.makes_start(config):
       raise exits.Misconfigured(
-        '--workdir: missing; give the folder of a run of this config, which '
-        'makes the weights that it starts from'
+        '--workdir: missing; a run of this config makes the weights that it '
+        'starts from, so give the folder of such a run'
       )
     return config
   workdir = pathlib.Path(workdir)

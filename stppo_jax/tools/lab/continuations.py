@@ -109,20 +109,20 @@ def check(config: Any, count: int, *, slots: int) -> None:
   if 'steps' in advantage and advantage.steps == 'bilevel':
     discounts.append('gamma_turn')
   problems += [
-    f'config.algorithm.advantage.{name}={advantage[name]}: must be 1 where '
-    'values are sampled, which are sums of rewards'
+    f'config.algorithm.advantage.{name}={advantage[name]}: must be 1 with '
+    '--continuations, because a sampled value is a plain sum of rewards'
     for name in discounts
     if name in advantage and advantage[name] != 1
   ]
   if env.reward_function:
     problems.append(
-      f'config.env.reward_function={env.reward_function}: must be empty where '
-      'values are sampled; it would see a continuation alone'
+      f'config.env.reward_function={env.reward_function}: must be empty with '
+      '--continuations: it would get a continuation without its prefix'
     )
   if env.rewards.information_gain:
     problems.append(
       f'config.env.rewards.information_gain={env.rewards.information_gain}: '
-      'must be 0 where values are sampled; a continuation has no gains'
+      'must be 0 with --continuations: a continuation gets no such rewards'
     )
   if problems:
     raise exits.Misconfigured('\n'.join(problems))
@@ -238,7 +238,7 @@ def continuing(
 ) -> tuple[Any, Any]:
   """Returns the environment and the tokenizer that continue prefixes.
 
-  A collector that has them takes a prefix for the prompt of a dialogue. Before
+  With these two, a collector uses a prefix as the prompt of a dialogue. Before
   the first new turn, an episode steps through the recorded turns of the prefix
   again, so that it reaches the state at the end of the prefix. This needs an
   environment that always answers the same text in the same way.

@@ -103,7 +103,8 @@ def check_penalty(estimator: Any, kl: str) -> None:
     raise ValueError(f'must be one of {", ".join(kl_lib.KL_ESTIMATORS)}')
   if estimator.name in estimator_needs.TURN_REWARDS:
     raise ValueError(
-      f'would count as a reward of the turns in {estimator.name}'
+      f'not allowed with {estimator.name}, which would count the penalty as a '
+      'reward of the turns'
     )
 
 

@@ -146,8 +146,8 @@ def table(levels: Levels) -> str:
     '\n'.join(streams.aligned(rows, right=True)) for rows in (lines, rows)
   )
   return (
-    f'{first}\nlog-ratios of segments, the mean over their tokens; spread: '
-    f'the standard\ndeviation; p1, p50, p99: percentiles\n\n{second}\n'
+    f'{first}\nthe log-ratio of a segment is the mean over its tokens; spread: '
+    f'standard\ndeviation; p1, p50, p99: percentiles\n\n{second}\n'
     'low, high: medians of the bounds on the ratio; below, above: policy '
     'tokens with a\nratio outside them; —: the objective reads no bounds'
   )

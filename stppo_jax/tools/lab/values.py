@@ -112,7 +112,10 @@ def values(arrays: saved_batch.Arrays) -> dict[str, OfTurn]:
   """
   sampled_BL = arrays['oracle_counts_BL'] > 1
   if sampled_BL.sum() < 2:
-    raise ValueError(f'oracle_counts_BL: fewer than two above 1; {_REMEDY}')
+    raise ValueError(
+      'oracle_counts_BL: fewer than two tokens have more than one '
+      f'continuation; {_REMEDY}'
+    )
   turns = np.unique(arrays['turn_ids_BL'][sampled_BL])
   chosen = {str(t): sampled_BL & (arrays['turn_ids_BL'] == t) for t in turns}
   return {
@@ -245,13 +248,13 @@ def table(by_turn: Mapping[str, OfTurn], correlated: Correlations) -> str:
   return '\n'.join(
     [
       figures,
-      'spread, luck: standard deviation of the values, and of what dialogues',
-      'earn around them; ceiling, explained: the explained variance of a',
-      'perfect critic, and of this one.',
+      'spread: standard deviation of the sampled values; luck: standard',
+      'deviation of the returns around their value; ceiling, explained: the',
+      'explained variance of a perfect critic, and of the critic of this file.',
       '',
       agreement,
-      "Correlation of a turn's mean advantage with the sampled one. Perfect",
-      'advantages reach less than 1, too, because sampled ones are noisy.',
+      "Correlation of a turn's mean advantage with its sampled advantage. Even",
+      'perfect advantages reach less than 1, because the samples are noisy.',
     ]
   )
 

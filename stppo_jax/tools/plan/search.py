@@ -138,11 +138,12 @@ def advice(
     flags = ' '.join(f'--config.{k}={x}' for k, x in tried.changes.items())
     if compiler is None:
       needs = memory_lib.gib(tried.plan.total)
-      return f'by the estimate, it fits in {needs} with {flags}'
+      return f'by the estimate, the run fits in {needs} with {flags}'
     compiled = compiler(changed(config, tried.changes))
     if compiled.fits:
       return (
-        f'compiled, it fits in {memory_lib.gib(compiled.total)} with {flags}'
+        f'compiled, the run fits in {memory_lib.gib(compiled.total)} with '
+        f'{flags}'
       )
     # The limit falls by at least a tenth of the memory, or the second try might
     # find the same changes again.

@@ -9,8 +9,8 @@ from stppo_jax.tools.plan import search
 
 _GIB = 2**30
 _GAINS = (
-  'the forward passes of env.rewards.information_gain are not counted, up to '
-  'env.max_turns + 1 of each trajectory'
+  'the forward passes of env.rewards.information_gain are not counted, which '
+  'are up to env.max_turns + 1 for each trajectory'
 )
 
 
@@ -170,8 +170,8 @@ def text(summary: Mapping[str, Any]) -> list[str]:
       lines.append(f'{teras:10.3f} TFLOP  in matrix products')
     if program['kernel_seconds']:
       lines.append(
-        f'{program["kernel_seconds"]:10.3f} s  in kernels, by the estimate of '
-        'the compiler, which is good for comparing'
+        f'{program["kernel_seconds"]:10.3f} s  in kernels, as the compiler '
+        'estimates; only for comparisons'
       )
   lines += ['', *_describe_step(summary)]
   fits = 'fits' if summary['fits'] else 'does not fit'
@@ -180,7 +180,10 @@ def text(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _sections(memory: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-  """Returns sections by title; each has bytes of a device's memory by name."""
+  """Returns sections by title; each maps names to bytes of a device's memory.
+
+  The names say what is stored in these bytes.
+  """
   learning, collecting = dict(memory['sizes']), dict(memory['collecting'])
   # The memory that is held all the time, if the same devices learn and collect.
   always = {name: x for name, x in learning.items() if name in collecting}

@@ -240,7 +240,7 @@ def test_adapters_that_peft_takes_for_those_of_experts_are_refused(tmp_path):
   found = _read(folder, attention)
   assert found.keys() == {'layers', 'dense_layers'}
   others = _model(lora.Lora(2, 2.0, '_proj$'), **mixed)
-  line = '^model.layers.1.mlp.*_proj: PEFT would take .*without --adapters$'
+  line = '^model.layers.1.mlp.*_proj: PEFT would read .*merged weights$'
   with pytest.raises(ValueError, match=line):
     _write(tmp_path / 'mlp', others, _adapters(others))
 

@@ -169,11 +169,11 @@ def test_a_start_that_does_not_exist_yet_is_one_line(tmp_path):
   for workdir, expected in (
     (
       None,
-      '--workdir: missing; give the folder of a run of this config, which '
-      'makes the weights that it starts from',
+      '--workdir: missing; a run of this config makes the weights that it '
+      'starts from, so give the folder of such a run',
     ),
     (tmp_path / 'absent', f'--workdir={tmp_path}/absent: no such folder'),
-    (tmp_path, f'no run in {tmp_path}: train has made none'),
+    (tmp_path, f'no run of train in {tmp_path}'),
     (begun, f'{begun}/start: missing, the run has not begun'),
   ):
     with pytest.raises(exits.Misconfigured) as caught:
