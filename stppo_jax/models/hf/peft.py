@@ -314,8 +314,8 @@ def _refuse_shared(name: str, where: str = '') -> None:
   if name.endswith(families.SHARED):
     raise ValueError(
       f'{where}{name} is one tensor for several layers of this package, so its '
-      'adapters are not supported; export without --adapters, which writes '
-      'merged weights'
+      'adapters are not supported; use merged weights, which export writes '
+      'without --adapters'
     )
 
 
