@@ -127,8 +127,8 @@ def collect_until_valid(
     if services.retriever is not None:
       services.loop.run(services.retriever.wait_until_ready())
   raise Outage(
-    f'{what}: collected {_MAX_COLLECTIONS} times; {failures}; the steps before '
-    'are saved, the same command resumes'
+    f'{what}: collected {_MAX_COLLECTIONS} times; {failures}; earlier steps '
+    'are saved, and the same command resumes the run'
   )
 
 

@@ -97,7 +97,7 @@ def examine(
       yield Finding(
         NOTE,
         f'lock: {held[0]} writes to {path}; no other run can begin there '
-        'until it ends',
+        'before this process ends',
       )
     if not problems:
       yield folder('workdir', path, needed=on_disk)

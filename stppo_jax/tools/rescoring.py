@@ -101,8 +101,8 @@ def show(rescored: Sequence[Rescored], scope: str, *, most: int) -> None:
   print(f'saved      em {sum(e.saved for e in rescored) / count:.4f}')
   print(f'{scope:10} em {sum(e.score for e in rescored) / count:.4f}')
   print(
-    f'{len(differing):,} differ: {gained:,} are right only by {scope}, '
-    f'{len(differing) - gained:,} only as saved'
+    f'{len(differing):,} dialogues differ: {gained:,} score more by {scope}, '
+    f'{len(differing) - gained:,} score more as saved'
   )
   for entry in differing[:most]:
     golden = ' | '.join(entry.record['golden_answers'])

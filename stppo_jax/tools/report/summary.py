@@ -281,7 +281,7 @@ _LINES = (
     'collapsed at step',
     lambda run: run.curve.collapsed_at if run.curve.collapsed else None,
     0,
-    'from here on, every mean over five steps is below half of the best; '
+    'from this step on, every mean over five steps is below half of the best; '
     'there are at least five such means',
   ),
   Line(
