@@ -5,7 +5,7 @@ on after an interruption of this program, on this machine or another one:
 
   WORKDIR/launched               the digest of the command whose run is done:
                                  all workers have ended with 0
-  WORKDIR.launch/source-*.tar.gz
+  WORKDIR.launch/source-*.tar.bz2
   WORKDIR.launch/0001/record     of the first slice: when it was paid for
                      /born-*     of each worker: when it began
                      /state-*    of each worker: what it does, told every minute

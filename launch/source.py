@@ -6,8 +6,8 @@ current folder that the config has imported or names. The name of the archive
 has the hash of its content, so that equal sources have one name.
 """
 
+import bz2
 from collections.abc import Iterator, Mapping
-import gzip
 import hashlib
 import io
 import os
@@ -31,7 +31,7 @@ _DIFF = 'source.diff'  # the commit, and what differs from it
 
 
 class Source(NamedTuple):
-  """An archive, tar and gzip, and the name of its file."""
+  """An archive, tar and bzip2, and the name of its file."""
 
   data: bytes
   name: str
@@ -95,12 +95,7 @@ def pack(
       x: path for x, path in files.items() if x.split('/')[0] != 'assets'
     }
   with io.BytesIO() as raw:
-    with (
-      # Without a time and a name in it, equal files are equal bytes, and the
-      # hash of the bytes is the name of the source.
-      gzip.GzipFile('', 'wb', 6, mtime=0, fileobj=raw) as packed,
-      tarfile.open(fileobj=packed, mode='w') as archive,
-    ):
+    with tarfile.open(fileobj=raw, mode='w') as archive:
       for name in _LINKED:
         link = tarfile.TarInfo(f'{_PACKAGE}/{name}')
         link.type, link.linkname = tarfile.SYMTYPE, f'../{name}'
@@ -110,9 +105,11 @@ def pack(
           continue  # it is there as a file of the folder that is linked
         _add(archive, name, path.read_bytes(), os.access(path, os.X_OK))
       _add(archive, _DIFF, _difference(), False)
-    data = raw.getvalue()
+    # bzip2 makes a quarter less than gzip of so many texts, and writes no time:
+    # equal files are equal bytes, whose hash is the name of the source.
+    data = bz2.compress(raw.getvalue())
   digest = hashlib.sha256(data).hexdigest()[:16]
-  return Source(data, f'source-{digest}.tar.gz')
+  return Source(data, f'source-{digest}.tar.bz2')
 
 
 def unpack(source: Source, folder: pathlib.Path) -> pathlib.Path:

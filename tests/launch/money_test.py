@@ -178,7 +178,7 @@ def test_a_network_that_fails_while_going_on_costs_no_slice(google):
   google.pauses = [_end]
   submit.main(_FLAGS)
   google.fails = {
-    '.tar.gz': ('HTTPError 503', 1),
+    '.tar.bz2': ('HTTPError 503', 1),
     ' describe ': ('timed out', 1),
   }
   google.pauses = [lambda: None, lambda: google.says('ended', '0')]

@@ -70,7 +70,7 @@ def test_the_config_of_a_user_runs_from_what_has_travelled(here, tmp_path):
   )
   assert done.returncode == 0
   config_map, jobset = yaml.safe_load_all((tmp_path / 'given').read_text())
-  (tmp_path / 'source.tar.gz').write_bytes(schemas.archive(config_map))
+  (tmp_path / 'source.tar.bz2').write_bytes(schemas.archive(config_map))
   job = jobset['spec']['replicatedJobs'][0]['template']['spec']
   (container,) = job['template']['spec']['containers']
   _, _, text, _ = container['command']

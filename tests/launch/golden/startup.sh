@@ -41,9 +41,9 @@ fi
 limit=$!
 
 setup() {
-  gcloud storage cp gs://lab/runs/st_ppo.launch/source-HASH.tar.gz "$home/source.tar.gz" &&
+  gcloud storage cp gs://lab/runs/st_ppo.launch/source-HASH.tar.bz2 "$home/source.tar.bz2" &&
     rm -rf "$home/source" && mkdir "$home/source" &&
-    tar -xzf "$home/source.tar.gz" -C "$home/source" &&
+    python3 -m tarfile -e "$home/source.tar.bz2" "$home/source" &&
     curl -LsSf --retry 3 --max-time 300 https://astral.sh/uv/0.13.9/install.sh \
       -o "$home/install.sh" &&
     UV_UNMANAGED_INSTALL="$home" sh "$home/install.sh" &&
