@@ -1,7 +1,8 @@
 """Compares the four algorithms beside a dead critic and beside one that works.
 
     python -m stppo_jax train --config=studies/critic.py:st_ppo \
-        --workdir=runs/critic --config.num_steps=10
+        --workdir=runs/critic --config.num_steps=10 \
+        --config.updates.value_epochs=2
     python -m stppo_jax ablate --config=studies/dead_critic.py:dead_critic \
         --workdir=runs/dead_critic --table=docs/collapse/dead_critic.csv.gz
     python -m studies.dead_critic docs/collapse/dead_critic.csv.gz
