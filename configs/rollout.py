@@ -93,10 +93,10 @@ def section() -> dict[str, Any]:
     # of itself with which there are at most 8 lengths up to env.max_length:
     # with an env.max_length of 4096, 256 becomes 512.
     'length_bucket': 256,
-    # A step or an evaluation is collected again if the infrastructure failed
-    # too much of it (INFRA_ERROR). This is the least share that must have
-    # succeeded: of the trajectories, and, if two or more turns failed, of the
-    # turns with the same action (such as the searches).
+    # A step or an evaluation is collected again if too much of it ended in
+    # INFRA_ERROR. This is the least share of its trajectories that must
+    # succeed. It also holds for the turns of the action, such as search, whose
+    # turns failed most often, if two or more of these turns failed.
     'min_valid_fraction': 0.5,
     # Trajectories of a step that still ended in INFRA_ERROR are collected again
     # with the same keys, in at most this many extra collections. 0 = never.

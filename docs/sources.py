@@ -68,7 +68,7 @@ SOURCES = {
 def differences(name: str) -> dict[str, tuple[Any, Any]]:
   """Returns the keys of an algorithm that differ from its source.
 
-  Each has the value that is ours and that of the source.
+  Each key has our value and the value of the source.
   """
   ours = settings.flatten(base.get_config(name))
   return {
@@ -86,7 +86,7 @@ def lines(name: str) -> list[str]:
   """
   source = SOURCES[name]
   compared = [
-    f'`{key}` is {_text(ours)} here and {_text(theirs)} there. '
+    f'`{key}` is `{_text(ours)}` here and `{_text(theirs)}` there. '
     f'{source.why[key]}'
     for key, (ours, theirs) in differences(name).items()
   ]
@@ -94,4 +94,4 @@ def lines(name: str) -> list[str]:
 
 
 def _text(value: Any) -> str:
-  return f'{value:.3g}' if isinstance(value, float) else str(value)
+  return f'{value:g}' if isinstance(value, float) else str(value)

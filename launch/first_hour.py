@@ -9,8 +9,8 @@ and, with `--report`, writes it to a file as JSON. A line compares what was
 measured with what `plan` and the docs assume:
 
 - devices: their number, and the memory of one;
-- own programs: whether the compiler accepts programs for each host alone
-  (`rollout.span`);
+- own programs: whether the compiler accepts a program that runs on the chips of
+  one host only (`rollout.span`);
 - product, copy: the rates of a large matrix product and of a large copy;
 - links: what a device sends in an all-gather and a reduce-scatter of weights,
   along each axis of the mesh;
