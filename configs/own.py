@@ -53,8 +53,9 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.sft.error_rate = 0.75
   config.sft.quote_words = 40
 
-  # Lengths in tokens. A longest dialogue fits if max_length is at least the
-  # prompt, plus a turn and an observation for each of max_turns, plus a turn.
+  # Lengths in tokens. Every dialogue fits if max_length is at least the length
+  # of the longest prompt, plus a turn and an observation for each of max_turns,
+  # plus a turn.
   config.env.max_turns = 1
   config.env.max_turn_tokens = 96
   config.env.max_observation_tokens = 100

@@ -44,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
   """Lists or verifies checkpoints, or converts; returns the exit code."""
   flags = command_line.flags(workdir='', out='')
   words, _, errors = command_line.parse(flags, argv, words=2)
-  # `place` is the second word or the value of --workdir. A missing word is ''.
+  # `place` is the second word, or else the value of --workdir, or else ''. If
+  # there is no word at all, the command ends with an error below.
   action, place, *_ = *words, flags.workdir, ''
   choices = [*_ACTIONS, _CONVERT]
   if action not in choices:

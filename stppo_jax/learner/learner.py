@@ -237,7 +237,7 @@ class Learner:
         frozen ones.
       batch: the annotated batch.
       rows: the rows of the minibatch, from `minibatches`.
-      step: the training step; in the value warm-up the policy does not change.
+      step: the training step; the policy learns only after the value warm-up.
       values_alone: whether only the value model learns, see `value_loss`.
     """
     packed, numbers = self._packed(batch, rows), self.hyperparameters(step)

@@ -45,8 +45,9 @@ class Options(NamedTuple):
 
   Attributes:
     temperature: the number that divides the logits.
-    chunk: the number of tokens on a device whose logits are held at once, or
-      the number of the device's rows if that is larger; 0: all tokens.
+    chunk: the most tokens on a device whose logits are held at once; 0: all
+      tokens. A chunk has at least one token of each row, so if the device has
+      more rows than this number, the chunk has one token of each row.
     mesh: mesh that the arrays are laid out on; None: one device.
   """
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 import dataclasses
 import itertools
 
-# Groups of fields of a `ModelConfig`: fields that only the export reads; fields
-# that choose how a function is computed but do not change it; and fields that
-# only a dense MLP or only a mixture of experts has.
+# Three kinds of fields of a `ModelConfig`: fields that only the export reads;
+# fields that choose how a function is computed, but do not change its result;
+# and fields that only a dense MLP or only a mixture of experts has.
 _FOR_EXPORT = ('family', 'max_position_embeddings', 'router_aux_loss_coef')
 _PROGRAM = ('dtype', 'remat', 'scan_unroll', 'attention', 'moe', 'cache')
 _OF_DENSE = ('intermediate_size',)

@@ -157,7 +157,10 @@ def state_positions(loss_positions_BM: Array, length: int) -> Array:
 
 
 def _gather_before(hidden_BLD: Array, loss_positions_BM: Array | None) -> Array:
-  """Returns the states before the loss positions [B, M, D]; 0 for filler."""
+  """Returns the state at l - 1 for each loss position l [B, M, D].
+
+  The state is 0 for filler.
+  """
   if loss_positions_BM is None:
     return hidden_BLD[:, :-1]
   positions_BM = state_positions(loss_positions_BM, hidden_BLD.shape[1])

@@ -198,15 +198,17 @@ def grouped(
 ) -> Array:
   """Returns the mixture by computing visited experts only.
 
-  On a mesh every device sorts the tokens of its own rows by expert. It computes
-  with a slice of F of all experts, so no token moves to another device. Only
-  along the mesh axis `expert` do devices hold different experts, and tokens
-  move to the devices of their experts, see `dispatch`.
+  On a mesh every device sorts the tokens of its own rows by expert. The device
+  has all experts, but of each expert only a slice along F. So no token moves to
+  another device. The exception is a mesh with an axis `expert`. Devices along
+  this axis hold different experts, and each token moves to the devices of its
+  experts, see `dispatch`.
 
   Args:
     x_BLD, ids_BLE, weights_BLE, kernels, mesh: see `MixtureOfExperts`.
-    product: function that multiplies sorted visits with their experts' matrices
-      by kernels; None: `ragged_dot` on TPU, `jax.lax.ragged_dot` elsewhere.
+    product: a function that uses kernels to multiply sorted visits with the
+      matrices of their experts. With None, the function is `ragged_dot` on TPU,
+      and `jax.lax.ragged_dot` elsewhere.
   """
   if product is None and mesh_lib.platform(mesh) == 'tpu':
     product = ragged_dot

@@ -334,9 +334,10 @@ class Transformer(nnx.Module):
   def _last_layer_apart(self) -> bool:
     """Whether the last layer is computed outside the scan over the others.
 
-    The layers must be unrolled, because taking the last layer out of the stack
-    of a loop would copy its weights. There must be no experts, because the
-    routing of all tokens is an output of the last layer too.
+    The answer is true only if the scan is fully unrolled. Otherwise taking the
+    last layer out of the stack would copy the weights of this layer. The answer
+    is false with experts, because the routing of all tokens is an output of the
+    last layer too.
     """
     config = self.config
     return (

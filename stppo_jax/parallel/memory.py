@@ -66,10 +66,11 @@ class Held(NamedTuple):
   """Counts the bytes of a run's arrays on a device, without activations.
 
   Attributes:
-    sizes: the bytes of each group of arrays on a device that learns, by name,
+    sizes: for each kind of arrays, by name, the bytes on a device that learns,
       while the device learns.
-    collecting: the bytes of each group of arrays on a device that collects, by
-      name, while the device collects; {} if no device of this host collects.
+    collecting: for each kind of arrays, by name, the bytes on a device that
+      collects, while the device collects; {} if no device of this host
+      collects.
     gradients: the bytes of the gradients of an update.
     copied: the bytes of keys and values that decode copies on a device that
       collects; 0 if a kernel reads the pages of the KV cache in place.

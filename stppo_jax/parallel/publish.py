@@ -2,8 +2,9 @@
 
 For training, a policy is sharded over the devices of all hosts. For decoding,
 every host needs all weights, because it decodes its own rows (dialogues). The
-weights are sharded over a group of the host's devices along `tensor`; further
-groups of the host hold the same weights and decode other rows.
+weights are sharded over some of the host's devices along `tensor`. The host may
+have several such sets of devices, which hold the same weights and decode
+different rows.
 
 One program on all devices copies the weights from one layout to the other. Its
 results are global arrays, and every host holds all pieces of each. The host

@@ -137,7 +137,11 @@ def _open_wandb(identity: Identity) -> Experiment:
     return init(mode)
   except Exception as error:
     reason, folder = str(error).partition('\n')[0], identity.folder / 'wandb'
-    _log.warning('wandb cannot be reached, it writes to %s: %s', folder, reason)
+    _log.warning(
+      'wandb cannot be reached (%s); its records are written to %s instead',
+      reason,
+      folder,
+    )
     # The background process of wandb holds the id of the run that was not
     # opened, so it is ended.
     wandb.teardown()

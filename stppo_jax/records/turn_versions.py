@@ -5,8 +5,9 @@
 
 A version is the number of training steps of the policy that wrote a turn. A
 file has a list for each collection of the step, with a list of versions for
-each row. With these files, a run with `rollout.turn_swaps` is a function of its
-config, because nothing else that depends on time changes a bit of the results.
+each row. A run with `rollout.turn_swaps` is a function of its config and these
+files: nothing else that depends on timing changes the results, not even in one
+bit.
 """
 
 from collections.abc import Mapping, Sequence

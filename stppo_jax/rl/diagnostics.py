@@ -243,14 +243,15 @@ def describe(name: str, x: Array, mask: Array) -> dict[str, Array]:
 
 
 def critic_diagnostics(batch: batch_lib.TokenBatch) -> dict[str, Array]:
-  """Returns metrics of values and returns over the critic's steps.
+  """Returns metrics of values and returns at the tokens of `value_mask_BL`.
 
+  These are the tokens at which the value model is trained.
   `critic/vf_explained_var` is 1 - var(returns - values) / var(returns), and 0
   if the returns do not vary.
 
   Returns:
     The scalars critic/vf_explained_var and
-    critic/{values,returns}/{mean,min,max}; all are 0 if there is no step.
+    critic/{values,returns}/{mean,min,max}; all are 0 if there is no such token.
   """
   value_mask_BL = batch.value_mask_BL
   assert value_mask_BL is not None
@@ -332,10 +333,10 @@ def mismatch(
 def mismatch_of_segments(
   batch: batch_lib.TokenBatch, *, num_turns: int
 ) -> dict[str, Array]:
-  """Returns scalar metrics of the k of turns and of trajectories.
+  """Returns scalar metrics of k = pi_old / mu for turns and trajectories.
 
-  The k of a segment is the geometric mean (mean) or the product (sum) of the
-  tokens' k in `mismatch`, before any truncation:
+  The k of a segment is the geometric mean (mean) or the product (sum) of the k
+  of its tokens, which `mismatch` defines, before any truncation:
 
     mismatch/{turn,sequence}/{mean,sum}/weight_raw_mean  over policy tokens
     mismatch/{turn,sequence}/{mean,sum}/weight_raw_max

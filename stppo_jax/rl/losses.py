@@ -12,8 +12,8 @@ kl and entropy go through the same aggregate, without s_l. If kl.where is not
 'loss', kl is 0. The losses of the microbatches of a minibatch add up to the
 minibatch's loss.
 
-Where the clipping-bias correction divides the gradient (norm='gradient'), the
-terms policy, bias and other are differentiated separately; see
+If the clipping-bias correction divides the gradient (norm='gradient'), each of
+the three terms in `clipping_bias.LossTerms` is differentiated separately, see
 `clipping_bias.term_gradients`.
 """
 
@@ -160,7 +160,7 @@ def minibatch_statistics(
   *,
   num_turns: int,
 ) -> Statistics:
-  """Returns the numbers of the whole minibatch that the loss reads, detached.
+  """Returns the detached numbers that the loss reads of the whole minibatch.
 
   Args:
     algorithm: the algorithm, whose numbers may be traced.
@@ -332,8 +332,8 @@ class ValueLoss(typing.NamedTuple):
 
   Attributes:
     total: the sum of the terms.
-    count: the number of steps at which the value model is trained.
-    clipped: the number of steps where the clipped distance was the larger one.
+    count: the number of tokens at which the value model is trained.
+    clipped: the number of these tokens whose clipped distance was larger.
   """
 
   total: Array
@@ -351,7 +351,7 @@ def value_loss(
   weights_BL: Array | None = None,
   bounds: tuple[float, float] | None = None,
 ) -> ValueLoss:
-  """Returns the clipped value loss of PPO, summed over the steps.
+  """Returns the clipped value loss of PPO, summed over tokens.
 
     max(d(v, R), d(clip(v, v_old - c, v_old + c), R))
 
@@ -362,7 +362,7 @@ def value_loss(
     values_BL: V of the value model in training, differentiable.
     old_values_BL: V before the first update.
     returns_BL: the targets R.
-    value_mask_BL: bool, the steps at which the value model is trained.
+    value_mask_BL: bool, the tokens at which the value model is trained.
     clip: c, the greatest trusted distance from the old value.
     weights_BL: multiplier of the terms, `PolicyLoss.value_weights_BL`. The
       count does not depend on it. With None all weights are 1.

@@ -146,8 +146,9 @@ def _spread_backward(num_segments, ids_BL, cotangent_BL):
   return _totals_segment_sum(cotangent_BL, ids_BL, num_segments), None
 
 
-# As the gradient of a gather, jax derives a scatter into a single table, which
-# is slow on CPU. The gradient here uses several tables.
+# The gradient that jax derives for a gather is a scatter-add into a single
+# table, which is slow on CPU. The gradient defined here adds into several
+# tables if there are few segments, see `_totals_segment_sum`.
 _spread_segment_sum.defvjp(_spread_forward, _spread_backward)
 
 

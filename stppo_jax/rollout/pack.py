@@ -3,9 +3,9 @@
 B trajectories, L tokens, M loss positions, E experts to which a token is
 routed.
 
-Each of several hosts packs its own trajectories. The hosts agree on L and M,
-and number groups and states in the same way as a single host that packs all
-rows.
+Each of several hosts packs its own trajectories. The hosts agree on L and M. A
+group, and a state (a question with the latest observation), gets the same
+number as if a single host packed all rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -336,7 +336,8 @@ class SentenceSplitter:
 
   def __init__(self, token_bytes: Sequence[bytes]):
     ends = [any(end in piece for end in _ENDS) for piece in token_bytes]
-    self._ends_V = np.array([*ends, False])  # the last is for higher ids
+    # The last entry is for ids beyond the vocabulary.
+    self._ends_V = np.array([*ends, False])
 
   def __call__(self, token_ids: np.ndarray) -> np.ndarray:
     """Returns int32 [L], the number of each token's sentence: 1, 2, ..."""

@@ -9,7 +9,8 @@ ready. The other rows decode meanwhile.
 With `deterministic=True` every program runs on all slots, and slots are filled
 in waves: new rows are admitted when the last row of a wave is closed. The
 shapes of programs then never depend on timing, so the tokens and
-log-probabilities of a row are the same bits whenever its observations arrive.
+log-probabilities of a row do not depend on when observations arrive, not even
+in one bit.
 With `deterministic=False` a slot is refilled from the queue as soon as its row
 is closed, and programs run on the active rows only, in batches of a few fixed
 sizes. The tokens are the same, and the log-probabilities are equal up to

@@ -49,11 +49,12 @@ class EngineOptions:
       effect if `deterministic`.
     lookahead: the number of chunks that are started ahead of the chunk whose
       result is read next.
-    deterministic: whether every program runs on all slots, so that rows have
-      the same bits whenever observations arrive. If `turn_swaps` is never,
-      slots are then refilled in waves.
-    lanes: the number of groups of slots, each with a thread of its own. With
-      several lanes, the engine must have only one device.
+    deterministic: whether every program runs on all slots, so that the bits of
+      a row do not depend on when observations arrive. With `turn_swaps` never,
+      new rows are then admitted only when all slots are free.
+    lanes: the number of lanes that the slots are divided among. Each lane has a
+      thread of its own. With several lanes, the engine must have only one
+      device.
     batch_rows: the most rows that one call decodes; 0 means all rows of a lane.
       It has no effect if `deterministic`.
     return_expert_ids: whether `close` returns the experts to which each token

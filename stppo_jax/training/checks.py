@@ -67,9 +67,9 @@ def _lacking(
   groups: Mapping[str, Sequence[types.Question]],
   questions: questions_lib.Questions,
 ) -> Iterator[str]:
-  """Yields a line for each group whose gold passages the corpus lacks.
+  """Yields a line for each data set with gold passages that the corpus lacks.
 
-  `groups` has the questions that a run uses, by the names of their data sets.
+  `groups` maps the name of a data set to the questions that the run uses.
   """
   if not any(q.gold_passages for group in groups.values() for q in group):
     return

@@ -202,7 +202,9 @@ def _copy(config, source: Any, folder: claim.Folder) -> None:
     # A start that was killed may have left an incomplete value model.
     shutil.rmtree(workdir / _VALUE, ignore_errors=True)
     _log.info(
-      'init_from=%s: its policy after step %d', config.init_from, theirs.step
+      'init_from=%s: the run starts from its policy after step %d',
+      config.init_from,
+      theirs.step,
     )
   hosts.exchange('start', False)  # waits until the old value model is removed
   # The range of values scales the output of the value head. If the runs have

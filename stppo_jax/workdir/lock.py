@@ -10,7 +10,8 @@ the host looks ended to them too. So the holder also locks the file with
 
 Other hosts cannot see that the holder has ended. So the holder touches the file
 every few seconds, and another host takes the lock over if the file was not
-touched for minutes. A holder that was frozen learns this from `Claim.check`.
+touched for minutes. A holder that was frozen learns from `Claim.check` whether
+it has lost the lock.
 """
 
 from collections.abc import Iterable, Iterator

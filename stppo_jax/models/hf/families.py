@@ -72,8 +72,9 @@ class Windows(NamedTuple):
     switch: the field that must be true if layers use windows; '': there is no
       such field.
     first: the first layer with a window, if `max_window_layers` is missing.
-    every: in each group of this many layers, the last layer has no window, if
-      `sliding_window_pattern` is missing; 0: all layers have a window.
+    every: if `sliding_window_pattern` is missing, every layer has a window
+      except each n-th layer, where n is this number; 0: all layers have a
+      window.
     typed: whether some layers may have a window and others none. If not,
       `transformers` does not read `layer_types`.
   """
@@ -250,8 +251,7 @@ def of(*, qkv_bias: bool, qk_norm: bool, num_experts: int) -> str:
   """Returns the family of models with these blocks, as a key of `FAMILIES`.
 
   Raises:
-    ValueError: no family has these blocks, so that the model could not be
-      exported.
+    ValueError: no family has these blocks, so the model could not be exported.
   """
   asked = ('qkv_bias', 'qk_norm')
   choices: dict[tuple[bool, ...], str] = {}

@@ -204,8 +204,8 @@ def write(
     _refuse_shared(name)
     if layer.startswith('dense_') and '.mlp.' in name:
       raise ValueError(
-        f'{name}: PEFT would read the adapter of this dense layer as one of '
-        'experts; export without --adapters, which writes merged weights'
+        f'{name}: PEFT would read this adapter as an adapter of experts; '
+        'export without --adapters, which writes merged weights'
       )
     for key in 'ab':
       tensor = f'{_PREFIX}{name}.lora_{key.upper()}.weight'

@@ -147,8 +147,9 @@ def write(
       original = scaling.original_max_position_embeddings
       hf['original_max_position_embeddings'] = original
   if config.local_rope_theta:
-    # Old versions read the fields outside of `rope_parameters`, new versions
-    # the fields by kind of layer.
+    # Old versions of `transformers` read the fields outside of
+    # `rope_parameters`. New versions read the fields inside of it, which has
+    # one set of fields for each kind of layer.
     hf[family.local_rope] = config.local_rope_theta
     hf['rope_parameters'] = {
       FULL: {

@@ -97,7 +97,8 @@ class Study:
     for name in names:
       if name not in self.groups:
         named = [group for group in self.groups if group]
-        choices = settings.closest(name, named) if named else ', which has one'
+        single = ', which has a single group, without a name'
+        choices = settings.closest(name, named) if named else single
         raise ValueError(f'{name}: no group of study {self.name}{choices}')
     arms = [arm for arm in self.arms if arm.group in names]
     return dataclasses.replace(self, arms=arms)

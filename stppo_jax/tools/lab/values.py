@@ -42,7 +42,7 @@ ARRAYS = (
   'oracle_counts_BL',
 )
 ALL_TURNS = 'all'
-_REMEDY = 'collect with --continuations=N'
+_REMEDY = 'collect with --continuations=N, and N of 2 or more'
 
 
 class Critic(NamedTuple):
