@@ -3,8 +3,8 @@
 The library `huggingface_hub` downloads files into its cache, uses its own token
 and completes broken downloads. A revision is a branch, a tag or a commit.
 Branches move, so a run records the commit: see `pinned`. An existing path of
-this machine is not taken for a name of the Hub. Neither is a text without a
-commit whose first part is a folder here.
+this machine is not taken for a name of the Hub. A text without a commit is not
+taken for a name either, if its first part is a folder here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -170,8 +170,8 @@ def address(name: str) -> str:
 def push(folder: pathlib.Path, files: Sequence[str], name: str) -> str:
   """Uploads files to a model of the Hub, and deletes its older weights.
 
-  If the model does not exist, it is created as a private one. Weights of an
-  earlier push that are not among the files are deleted.
+  If the model does not exist, a private model is created. Weights of an earlier
+  push that are not among the files are deleted.
 
   Returns:
     The URL of the commit.

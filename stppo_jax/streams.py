@@ -105,8 +105,8 @@ def logged(show: Callable[[str], None] = show) -> Iterator[LogLines]:
     show: see `LogLines`.
   """
   package = logging.getLogger(__package__)
-  # Inside another body that body's handler is used, because two handlers would
-  # print each line twice.
+  # Inside the body of another `logged`, the handler of that body is used,
+  # because two handlers would print each line twice.
   for handler in package.handlers:
     if isinstance(handler, LogLines):
       outside, handler.show = handler.show, show

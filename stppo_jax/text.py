@@ -44,8 +44,8 @@ _FOLDED = (
   | {char: letter for chars, letter in _LETTERS.items() for char in chars}
 )
 # A text without any of these characters contains no tag. Most passages have
-# none of them, so the slow loop of `neutralise_tags` is rarely entered. The
-# characters after _LESS are those that NFKD decomposes into one of _LESS.
+# none of them, so the slow loop of `neutralise_tags` is rarely entered. NFKD
+# decomposes each of the characters after _LESS into one of _LESS.
 _ANY_LESS = re.compile(f'[{_LESS}＜﹤≮⊀︿︽\u2329]')
 _NAMES = '|'.join(TAG_NAMES + OTHER_TAG_NAMES).replace('_', '[_-]*')
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
@@ -76,7 +76,7 @@ def neutralise_tags(text: str) -> str:
 
 
 def _fold(text: str) -> tuple[str, list[int]]:
-  """Replaces characters by the plain ones that they resemble.
+  """Replaces characters by the plain characters that they resemble.
 
   Returns:
     The folded text, and for each of its characters the index in `text` of the

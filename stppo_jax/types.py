@@ -59,10 +59,10 @@ class Passage:
 class TrajectoryStatus(enum.Enum):
   """How a trajectory ended.
 
-  Truncated trajectories are trained on like completed ones. INFRA_ERROR means
-  that the retriever or the engine failed. Such a trajectory has weight 0 in
-  every loss, advantage and metric. The only exception is the metric that counts
-  the trajectories of each status.
+  Truncated trajectories are trained on like completed trajectories.
+  INFRA_ERROR means that the retriever or the engine failed. Such a trajectory
+  has weight 0 in every loss, advantage and metric. The only exception is the
+  metric that counts the trajectories of each status.
   """
 
   COMPLETED = 'completed'

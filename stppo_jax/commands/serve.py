@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> absl_flags.FlagValues:
   Raises:
     Misconfigured: if there are errors; the message has a line for each.
   """
-  # The defaults are those of a run, so that server and run make equal worlds.
+  # A run has the same defaults, so server and run make equal worlds.
   config: Any = base.get_config()
   world = config.data.synthetic_wiki
   flags = command_line.flags(

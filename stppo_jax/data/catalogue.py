@@ -11,8 +11,8 @@ from typing import Any
 from stppo_jax.data import formats
 
 SPLITS = ('train', 'validation', 'test')
-# The `split` of a JSON file whose keys are the ids of the test questions. It is
-# needed if the other files mix test questions and training questions.
+# The `split` of a JSON file whose keys are the ids of the test questions. A
+# data set has such a file if its other files mix test and training questions.
 TEST_IDS = 'test_ids'
 
 

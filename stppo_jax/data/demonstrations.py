@@ -2,8 +2,8 @@
 
 The demonstrator may err in every turn: it answers without searching, searches
 for half a name, or takes a wrong fact from the previous passage. A policy that
-imitates the demonstrator learns good and bad habits, so that reinforcement
-learning finds good and bad trajectories to compare.
+imitates the demonstrator learns good and bad habits. So reinforcement learning
+finds good and bad trajectories to compare.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """The paths of the data sets that `data/tfds_store.py` writes.
 
 ROOT/search_questions/NAME/VERSION    the data set NAME
-ROOT/NAME.corpus.jsonl                the paragraphs of its questions, if any
-ROOT/downloads/NAME                   its original files from the web
+ROOT/NAME.corpus.jsonl                the paragraphs of the questions, if any
+ROOT/downloads/NAME                   the original files of NAME
 """
 
 import pathlib

@@ -152,7 +152,7 @@ class _Episode(protocol.Episode):
     return protocol.Step(kind, news, None, reward)
 
   def rewards(self, question, prompt, texts, status):
-    """See `protocol.Episode`; no outcome reward, as each turn has a reward."""
+    """See `protocol.Episode`; only turns have rewards, the outcome has none."""
     del question, prompt, texts
     failed = status is Status.INFRA_ERROR
     return {}, {'return': 0.0 if failed else self._return}

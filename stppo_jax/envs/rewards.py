@@ -188,9 +188,9 @@ def search_r1_answer(prompt: str, texts: Sequence[str]) -> str | None:
   The scorer reads prompt and response as one text. It takes the last complete
   <answer> element if there are at least two, because it expects one element in
   the prompt. So the only answer of a policy is not found if the prompt has no
-  such element. If the prompt has two, a policy that never answers is scored by
-  the example of the prompt. The prompt of Search-R1 has two, because "inside
-  <answer> and </answer>" reads as an element.
+  such element. If the prompt has two elements, a policy that never answers is
+  scored by the example of the prompt. The prompt of Search-R1 has two elements,
+  because "inside <answer> and </answer>" reads as an element.
   """
   answers = _ANSWER.findall(prompt + ''.join(texts))
   return answers[-1].strip() if len(answers) > 1 else None

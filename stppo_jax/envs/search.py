@@ -29,8 +29,8 @@ Status = types.TrajectoryStatus
 class SearchEnvironment(protocol.Environment):
   """Answers at most `max_turns` searches; one more turn may give the answer.
 
-  Its scores are `rewards.SCORE_NAMES`. The main score is the exact match. It is
-  the substring match if this match has a weight and the exact match has none.
+  Its scores are `rewards.SCORE_NAMES`. The main score is the substring match if
+  only the substring match has a weight, and otherwise the exact match.
   """
 
   stop_strings = actions.STOP_STRINGS

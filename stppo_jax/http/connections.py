@@ -122,7 +122,10 @@ class Connections:
     return self._open.get(transport) if transport else None
 
   def add(self, connection: Connection) -> bool:
-    """Adds a connection; returns False if the table is full of busy ones."""
+    """Adds a connection to the table.
+
+    Returns False if the table is full of busy connections.
+    """
     if len(self._open) >= self._max_connections:
       idle = (c for c in self._open.values() if not c.is_busy)
       oldest = next(idle, None)

@@ -234,7 +234,7 @@ class Learner:
 
     Args:
       state: the state before the step. Its arrays are donated, except the
-        frozen ones.
+        frozen arrays.
       batch: the annotated batch.
       rows: the rows of the minibatch, from `minibatches`.
       step: the training step; the policy learns only after the value warm-up.

@@ -88,7 +88,7 @@ class OfflineLearner:
 
     Args:
       state: the state before the step. Its arrays are donated, except the
-        frozen ones.
+        frozen arrays.
       minibatch: this host's rows, as numpy arrays.
       inputs: the inputs of the loss beside weights and rows.
       numbers: runtime numbers of the optimiser; None means `self.numbers`.

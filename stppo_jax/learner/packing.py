@@ -22,8 +22,8 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.parallel import activations
 
 # The number of loss positions of a row is rounded up to a multiple of half the
-# row's tokens or, if 256 is more, of 256, but at most to all tokens. A finer
-# choice is not worth further programs.
+# row's tokens, or of 256 if this is more, but at most to all tokens of the row.
+# A finer choice is not worth further programs.
 _LOSS_SHARES, _FEW_LOSSES = 2, 256
 
 

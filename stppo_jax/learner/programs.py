@@ -98,8 +98,9 @@ def updating(
 ) -> Updating:
   """Returns the programs that start and update a state.
 
-  One program selects the rows of a minibatch and updates. Two programs with
-  collectives, running at the same time, could block each other on CPU devices.
+  One program selects the rows of a minibatch and updates the state. Two
+  programs with collectives that run at the same time could block each other on
+  CPU devices.
 
   Args:
     spec: the models and the sizes of an update.
@@ -135,9 +136,9 @@ def updating(
     layout=layout,
     # The weights are donated, so that no second copy of them is made.
     init=jit(init, donate_argnums=(0, 3), out_shardings=layout),
-    # The shardings of the result are given. The compiler might choose others
-    # for an updated state than for a new or a restored one, and then the update
-    # would compile twice.
+    # The shardings of the result are given. For an updated
+    # state, the compiler might choose other shardings than for a new or a
+    # restored state, and then the update would compile twice.
     update=jit(
       update_rows,
       donate_argnums=0,

@@ -29,7 +29,7 @@ def compute_options(config) -> dict[str, Any]:
 def load_or_init(
   config, path: str, policy: functional.Model
 ) -> functional.Params:
-  """Loads a policy's weights, or draws random ones.
+  """Loads a policy's weights, or draws random weights.
 
   No host and no device ever holds more weights than its own shards.
 
@@ -104,7 +104,7 @@ def load_merged(
 ) -> functional.Params:
   """Returns the start's weights of a policy, with merged adapters.
 
-  The adapters are those in `model.lora.path`, if any; for `path` see
+  The adapters come from `model.lora.path`, if it is set; for `path` see
   `load_start`.
   """
   if not config.model.lora.path:

@@ -196,7 +196,7 @@ def _mix_unrolled(
 ) -> Array:
   """Returns causal softmax(q k) v by an unrolled loop over tiles of queries.
 
-  The last tile may be shorter than the others.
+  The last tile may be shorter than the other tiles.
   """
   return _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile, window)[0]
 

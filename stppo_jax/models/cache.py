@@ -145,7 +145,7 @@ def _in_8_bits(block: Block) -> Block:
 def expert_ids(cache: Cache, pages_N: Array) -> Array:
   """Returns the ids of experts that cached tokens visited [N J, layers, E].
 
-  The tokens are those in the pages `pages_N`. Layers without experts are left
+  These are the tokens in the pages `pages_N`. Layers without experts are left
   out. They are recognised by the even number of arrays in their block.
   """
   visits = [page[-1][pages_N, 0] for page in cache if len(page) % 2]

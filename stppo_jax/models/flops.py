@@ -19,9 +19,9 @@ class Weights(NamedTuple):
   Attributes:
     attention: weights of the query, key, value and output projections.
     expand: weights of the gate and up projections. In a mixture of experts,
-      only the weights of the visited experts, and the weights of the router.
-    contract: weights of the down projections. In a mixture of experts, only the
-      weights of the visited experts.
+      these are the weights of the visited experts and of the router.
+    contract: weights of the down projections. In a mixture of experts, these
+      are the weights of the visited experts.
   """
 
   attention: int

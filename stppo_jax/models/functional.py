@@ -79,8 +79,7 @@ class Model:
       compiler.
     lora: options of the adapters that parameters may contain. Parameters
       without adapters compute the base model. None: no adapters.
-    chunk: the number of tokens on a device whose logits are held at once; 0:
-      all tokens.
+    chunk: see `chunks.Options`.
     value_range: the smallest and the largest value that the value head can
       return; None: no limits.
 

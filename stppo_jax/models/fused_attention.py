@@ -27,8 +27,8 @@ from stppo_jax.parallel import rows
 Array = jax.Array
 Attend = Callable[[Array, Array, Array], Array]
 
-# Possible numbers of tokens in a tile of the splash kernel. The first one that
-# divides the padded length is used. Rows longer than the largest tile are
+# Possible numbers of tokens in a tile of the splash kernel. The first number
+# that divides the padded length is used. Rows longer than the largest tile are
 # padded to a multiple of it, because with smaller tiles the kernel starts more
 # often and reads keys and values more often.
 _TILES = (512, 256, 128)

@@ -46,8 +46,7 @@ def token_logprobs_and_entropy(
       caller wants, distinct within a row. Positions outside 1..L - 1 are
       filler and are ignored. None: all tokens.
     temperature: the number that divides the logits.
-    chunk: the number of tokens on a device whose logits are held at once; 0:
-      all tokens.
+    chunk: see `chunks.Options`.
     mesh: mesh that the arrays are laid out on; None: one device.
     narrowed: whether `hidden_BLD` holds only the states at `state_positions`,
       [B, M, D].

@@ -11,7 +11,7 @@ adapters. The leaves `lora_a` and `lora_b` of an adapter are at the path where
 the base weights have the `kernel` that is adapted. `join` makes one tree of
 both, which a model takes as its parameters. `merge` makes a tree without
 adapters, in which the adapters are added to the kernels. At first A is random
-and B is zero, so that a model with fresh adapters computes the same bits as its
+and B is zero, so a model with fresh adapters computes the same bits as its
 base.
 
 Layers are stacked on the leading axis of every leaf.

@@ -213,7 +213,7 @@ def cast_and_delete(params: Any, dtype: str) -> Any:
   after another, so that devices never hold all weights twice.
 
   Args:
-    params: arrays on devices; the new ones have the same shardings.
+    params: arrays on devices; the new arrays have the same shardings.
     dtype: name of the activations' dtype.
   """
 

@@ -114,7 +114,7 @@ class MixtureOfExperts(nnx.Module):
     return y_BLD, _routing(ids_BLE, probs_BLX, counted_BSL)
 
   def _probabilities(self, x_BLD: Array) -> Array:
-    """Returns p [B, L, X] in full float32, as rounding could change ranks."""
+    """Returns p [B, L, X] in full float32: rounding could change ranks."""
     logits_BLX = jnp.einsum(
       'bld,dx->blx',
       x_BLD.astype(jnp.float32),

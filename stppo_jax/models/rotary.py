@@ -141,7 +141,7 @@ _SCALED: Mapping[str, Callable[..., Array]] = {
 def rotate(x_BLNH: Array, cos_and_sin: tuple[Array, Array]) -> Array:
   """Returns heads with halves (a, b) as (a cos - b sin, b cos + a sin).
 
-  If a head has more numbers than are rotated, the last ones do not change.
+  If a head has more numbers than are rotated, the last numbers do not change.
   """
   cos, sin = (x.astype(x_BLNH.dtype) for x in cos_and_sin)
   width = 2 * cos.shape[-1]

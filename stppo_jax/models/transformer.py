@@ -292,7 +292,7 @@ class Transformer(nnx.Module):
         run = rematerialised(
           functools.partial(layer, modules[name][0]),
           self.config.remat,
-          # A run may be one layer, and the compiler unrolls loops of one step.
+          # A run may be one layer, and the compiler unrolls a loop of length 1.
           unrolled=unroll > 1 or len(runs) > 1,
         )
         # After the attention of the last layer, only a few states are needed.
@@ -332,7 +332,7 @@ class Transformer(nnx.Module):
 
   @property
   def _last_layer_apart(self) -> bool:
-    """Whether the last layer is computed outside the scan over the others.
+    """Whether the last layer is computed outside the scan over other layers.
 
     The answer is true only if the scan is fully unrolled. Otherwise taking the
     last layer out of the stack would copy the weights of this layer. The answer
@@ -391,8 +391,8 @@ def rematerialised(
       'dots' products with weights, 'full' the layer's input only.
     unrolled: whether one iteration has several layers. Within an iteration, the
       compiler would notice that a result is computed twice and would keep the
-      first one in memory, so `prevent_cse` prevents this. Across iterations, it
-      does not notice.
+      first result in memory, so `prevent_cse` prevents this. Across iterations,
+      the compiler does not notice.
   """
   if name == 'none':
     return layer

@@ -3,8 +3,8 @@
 The options are arguments of the programs and do not come from the environment.
 So two machines compile the same program, and a program that is compiled ahead
 of time (`topology`) is the program that a run executes. The module also
-measures the time of compilations, logs long ones, and keeps compiled programs
-in a folder.
+measures the time of compilations, logs long compilations, and keeps compiled
+programs in a folder.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -132,7 +132,7 @@ class ConnectedHosts(hosts_lib.Hosts):
     self._send({'stop': True})
 
   def diagnose(self, error: BaseException) -> BaseException:
-    """See `Hosts.diagnose`; waits, as the message of a failure may be late."""
+    """See `Hosts.diagnose`; waits for a message of a failure that is late."""
     self._failed.wait(_DIAGNOSIS)
     return self._failure or error
 

@@ -69,8 +69,8 @@ Message = dict[str, Any]
 class AwakeClock:
   """Counts the seconds in which this process was awake.
 
-  A process that was itself stopped for hours must not conclude that the others
-  were silent for hours.
+  A process that was itself stopped for hours must not conclude that the other
+  processes were silent for hours.
 
   Args:
     clock: a function that returns the time in seconds.
@@ -202,8 +202,8 @@ class Coordinator:
     if len(self._members) == self.count:
       names = [self._members[n].name for n in range(self.count)]
       self._broadcast({'done': 'met', 'values': names})
-    # A line that is no message ends the connection, and the others hear that
-    # the process is gone, because it cannot be trusted to answer any more.
+    # A line that is no message ends the connection, and the other processes
+    # hear that the process is gone, because it cannot be trusted to answer.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
       while line := await reader.readline():
         self._receive(process, json.loads(line))
@@ -252,7 +252,7 @@ class Coordinator:
       self._all_left.set()
 
   def _fail(self, line: str, code: int) -> None:
-    """Sends the first failure to all processes; it may cause later ones."""
+    """Sends the first failure, which may cause later failures, to all."""
     if not self._failed:
       self._failed = True
       self._broadcast({'failed': line, 'code': code})

@@ -19,7 +19,7 @@ that the token visits.
 
 The number of visits to a device's own experts is known only at run time. The
 device computes its visits in blocks of R, in a loop with as many blocks as it
-needs, so that no visit is dropped. R is somewhat larger than the number of
+needs, so no visit is dropped. R is somewhat larger than the number of
 visits that a device gets under equal loads.
 """
 

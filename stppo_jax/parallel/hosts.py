@@ -70,7 +70,7 @@ class Hosts:
 
   @property
   def group(self) -> 'Hosts':
-    """The hosts that learn or the hosts that only collect, as this one does."""
+    """The hosts with the task of this host: to learn, or only to collect."""
     return self
 
   @property

@@ -177,7 +177,7 @@ class Placement:
 
   @functools.cached_property
   def _groups(self) -> np.ndarray:
-    """Devices [groups, tensor]; each group holds one copy of the weights."""
+    """Devices [copies, tensor]; each row holds one copy of the weights."""
     order = [_SPLIT_AXES.index(name) for name in (*_ROWS, *_COLUMNS)]
     devices = self._everywhere.devices.transpose(order)
     return devices.reshape(-1, self.tensor)
@@ -262,8 +262,8 @@ class Publisher:
     key = jax.tree.structure(part)
     if key not in self._programs:
       layout = self._layout(part, self._placement.mesh)
-      # A host that receives the weights uses only the shapes of the program's
-      # results, which need no layout.
+      # A host that only collects never runs this program. Only the shapes of
+      # its results are asked for, and shapes need no layout.
       sent = self._placement.collectors > 0
       copy = jax.jit(
         self._copy, out_shardings=None if sent else self._stages(part)[-1]

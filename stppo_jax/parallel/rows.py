@@ -2,7 +2,7 @@
 
 n devices hold b rows each. `select` sends rows between devices: each device
 gets m of the selected rows. The other functions take an index [n, m], and read
-or replace m rows within each device's own part, so that no row is sent. If the
+or replace m rows within each device's own part, so no row is sent. If the
 index of a row is too large, `take_clipped` returns an arbitrary row,
 `take_filled` and `take_with_inverse` return zeros, and `put` does nothing.
 """

@@ -185,8 +185,8 @@ def virtual(topology: Topology) -> list[Any]:
   """Returns devices that can form a mesh, but for which nothing compiles.
 
   Raises:
-    ValueError: the last host would have fewer devices than the others; the
-      message is one line.
+    ValueError: the last host would have fewer devices than the other hosts;
+      the message is one line.
   """
   if topology.num_devices % topology.per_host:
     raise ValueError(

@@ -60,8 +60,8 @@ def voted(
       raise error from caught
   except (Exception, interruption.Interrupted) as caught:
     error = caught
-  # A host that has failed votes too, because the others wait for its vote, and
-  # only the votes tell them why they were stopped.
+  # A host that has failed votes too, because the other hosts wait for its vote,
+  # and only the votes tell them why they were stopped.
   vote = _vote(error, interrupt)
   if vote:
     hosts.stop()
@@ -113,7 +113,7 @@ def collective_section(
       yield
     return
   yield
-  # The first host that votes waits while the others still compute.
+  # The first host that votes waits while the other hosts still compute.
   with interruptible(patience=None):
     pass
 

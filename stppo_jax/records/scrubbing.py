@@ -1,4 +1,4 @@
-"""Removes secrets from texts that are written to files or sent to others."""
+"""Removes secrets from texts that are written to files or passed on."""
 
 from collections.abc import Mapping
 import re

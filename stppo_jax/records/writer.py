@@ -230,7 +230,7 @@ class Writer:
       path = self._workdir / f'{kind}-{step:06d}{suffix}.jsonl'
       lines = [json.dumps(record).encode() + b'\n' for record in records]
       # If a step is made again after a kill, its new dialogues replace the old
-      # ones.
+      # dialogues.
       path.unlink(missing_ok=True)
       atomic_files.append(path, b''.join(lines))
       if self._keep_files:

@@ -66,13 +66,13 @@ def _clean(passage: types.Passage, max_chars: int) -> types.Passage:
 
 
 def _number(digits: str) -> int | float:
-  # int() refuses several thousand digits, and an int of 400 digits cannot be
-  # converted to a float, as a score must be.
+  # int() refuses several thousand digits. A score is converted to a float,
+  # which fails for an int of 400 digits.
   return int(digits) if len(digits) <= _LONGEST_INTEGER else float(digits)
 
 
 class AnswerCache:
-  """Caches answers, and drops the least recently used ones when it is full."""
+  """Caches answers; if full, drops the least recently used answers."""
 
   def __init__(self, max_bytes: int):
     self._max_bytes = max_bytes
@@ -89,7 +89,7 @@ class AnswerCache:
     return None
 
   def keep(self, key: _Key, passages: _Passages) -> None:
-    """Adds or replaces an answer; drops others if the cache is too large."""
+    """Adds or replaces an answer; drops old answers if there are too many."""
     if key in self._answers:
       self._bytes -= _size(key, self._answers.pop(key))
     self._answers[key] = passages

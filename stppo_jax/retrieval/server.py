@@ -128,7 +128,7 @@ class _Searches:
     try:
       while self._waiting:
         # Requests that come from here on wait for the next search. Dicts keep
-        # their order, so the first corpus is the one that has waited longest.
+        # their order, so the corpus that has waited longest comes first.
         batch = self._waiting.pop(next(iter(self._waiting)))
         try:
           lists = await self._search(batch)

@@ -1,10 +1,11 @@
-"""Advantages, returns and the steps at which the critic is trained.
+"""Advantages, returns and the tokens at which the critic is trained.
 
 B trajectories, L tokens. `values_BL[:, l]` is V before token l. An estimator
 is called `estimator(rewards_BL, batch, **options)`. It returns `Advantages`, or
 advantages [B, L] alone if it trains no critic. The module `gae` has the
 recursion of GAE. `group_advantages` has the estimators that compare the
-trajectories of a question, and `turn_advantages` those that compare turns.
+trajectories of a question, and `turn_advantages` has the estimators that
+compare turns.
 
 Only rewards on policy tokens count, so the outcome must stand on the last
 policy token. The value after the last step of a row is 0: no estimator
@@ -46,7 +47,7 @@ class Advantages:
       `ADVANTAGES` also compute advantages of observation tokens, because
       whitening may need more tokens than the loss mask has.
     returns_BL: the critic's targets, formed before any whitening.
-    value_mask_BL: bool, the steps at which the critic is trained.
+    value_mask_BL: bool, the tokens at which the critic is trained.
   """
 
   advantages_BL: Array

@@ -13,8 +13,8 @@ norm='coefficient':
 
   rho = N_U / (N_V + 1e-8),  s = 1 / rho if rho > tau else 1
 
-  and s multiplies every term of the loss. The option `scope` says over which
-  tokens rho is formed: 'minibatch' (all tokens of one optimiser step),
+  The factor s multiplies every term of the loss. The option `scope` says over
+  which tokens rho is formed: 'minibatch' (all tokens of one optimiser step),
   'microbatch', 'sequence' (a row) or 'turn'. If U is empty, s = 1. If V is
   empty, N_V is 0 for minibatch and microbatch, and 1 for sequence and turn. In
   a sequence or a turn an empty V is common, and N_V = 0 would give every short

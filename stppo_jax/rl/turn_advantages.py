@@ -348,8 +348,8 @@ def gigpo(
   to_go = gae_lib.rewards_to_go(rewards_BT, present_BT, gamma).reshape(-1)
   present = present_BT.reshape(-1)
   group_ids = jnp.repeat(batch.group_ids_B, num_turns)
-  # State ids start anew with every question, so that equal ids mean the same
-  # state within one question only.
+  # State ids start anew with every question, so equal ids mean the same state
+  # within one question only.
   group_pairs = masking.pairs_of(group_ids, present)
   same = group_pairs & masking.pairs_of(states_BT.reshape(-1), present)
 

@@ -44,8 +44,8 @@ class EventLoop:
   ) -> list[concurrent.futures.Future[Result]]:
     """Starts coroutines on the loop's thread, and returns without waiting.
 
-    All coroutines start in the same step of the loop, so that the requests that
-    they make before they first wait can be sent together.
+    All coroutines start in the same iteration of the loop, so that the requests
+    that they make before they first wait can be sent together.
 
     Returns:
       A future for each coroutine; cancelling a future cancels its coroutine.

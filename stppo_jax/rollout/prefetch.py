@@ -114,7 +114,7 @@ class StoppableLoop:
     return future.result()
 
   def stop(self) -> None:
-    """Cancels the running coroutines and refuses further ones."""
+    """Cancels the running coroutines and refuses further coroutines."""
     with self._lock:
       self._stopped = True
       for future in self._waiting:
@@ -166,7 +166,8 @@ class Policies:
     """Returns the older policies that a run needs after `version` steps.
 
     These are the policies after max(0, version - 1), ..., max(0, version - k)
-    steps. The run also needs `params`, the policy after `version` steps.
+    steps, where k is `steps_ahead`. The run also needs `params`, the policy
+    after `version` steps.
     """
     # In the first steps, the initial policy replaces earlier policies, which do
     # not exist. So every checkpoint has the same structure.

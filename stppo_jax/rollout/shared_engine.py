@@ -10,9 +10,9 @@ recorded versions has the same turns bit for bit: a turn waits for its recorded
 version, and new weights wait until all turns of older versions have ended.
 
 Only one of these threads runs at a time, namely the thread that has the baton.
-Whenever it polls, it hands the baton over to the thread that has waited
-longest. So between two polls of the engine every thread has the baton once. The
-thread then answers those of its dialogues whose turns have ended.
+At each poll, this thread hands the baton over to the thread that has waited
+longest. So between two polls of the engine every thread has the baton once. A
+thread that has the baton answers its dialogues whose turns have ended.
 """
 
 import collections
@@ -64,7 +64,7 @@ class _Share(threading.local):
     step: the step that the thread collects.
     versions: the versions of the turns that ended, by collection, row and turn.
     due: the recorded versions of the step in the same form, if a run is
-      repeated. In collections beyond the recorded ones, turns take the newest
+      repeated. In collections that were not recorded, turns take the newest
       weights.
     first: the engine's number of the first row of the current collection.
     ended: the turns that have ended, until the thread takes them, by the

@@ -1,9 +1,8 @@
 """Collects a step: waits out outages, refills failed rows, replaces groups.
 
 A trajectory that failed because of the infrastructure has no weight in the
-update. With `rollout.refill_rounds` it is collected again with the same keys,
-so that it becomes the trajectory that there would have been without the
-failure.
+update. With `rollout.refill_rounds` it is collected again with the same keys.
+So the result is the trajectory that there would have been without the failure.
 
 A group whose rewards are all equal has advantages of 0. With
 `rollout.resample_rounds` such groups are replaced by groups of further
@@ -12,11 +11,11 @@ every round collects as many groups as the step has. If too few of these groups
 have rewards that differ, the remaining groups are replaced by groups of the
 same round whose rewards are equal too.
 
-Each of several hosts collects some whole groups of every step. The number of
-hosts alone decides which groups. Each host replaces its own groups, and
-collects its own failed rows again. No host waits for another here, except if
-one engine spans all hosts. Later, `complete_metrics` computes the metrics of
-the trajectories of all hosts.
+Each of several hosts collects some whole groups of every step. Which groups a
+host collects depends only on the number of hosts. Each host replaces its own
+groups, and collects its own failed rows again. No host waits for another here,
+except if one engine spans all hosts. Later, `complete_metrics` computes the
+metrics of the trajectories of all hosts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -288,7 +287,7 @@ class StepCollector:
     row_keys: jax.Array,
     step: int,
   ) -> tuple[list[types.Trajectory], int]:
-    """Returns all trajectories, and the number of refilled ones.
+    """Returns all trajectories, and the number of trajectories refilled.
 
     The engine begins whole groups, so the valid rows of a group are generated
     again along with its failed rows. Their first results are kept, and the new

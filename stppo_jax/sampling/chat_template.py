@@ -180,7 +180,7 @@ def _without_clock(template: str) -> str:
   # cannot replace that function.
   if _CLOCK_LEFT.search(template):
     raise ValueError(
-      'it calls strftime_now with something else than a quoted text, so that '
+      'it calls strftime_now with something else than a quoted text, so '
       'prompts would depend on the day'
     )
   return template

@@ -3,14 +3,15 @@
 R rows share S slots; a row is one dialogue. The caller begins a collection,
 then polls. A poll appends observations, lets the policy decode a chunk of
 tokens, and returns the turns that ended. For each of these turns, the caller
-resumes the row with an observation, or closes the row, whenever the caller is
-ready. The other rows decode meanwhile.
+resumes the row with an observation, or closes the row, at any later time. The
+other rows decode meanwhile.
 
 With `deterministic=True` every program runs on all slots, and slots are filled
 in waves: new rows are admitted when the last row of a wave is closed. The
 shapes of programs then never depend on timing, so the tokens and
 log-probabilities of a row do not depend on when observations arrive, not even
 in one bit.
+
 With `deterministic=False` a slot is refilled from the queue as soon as its row
 is closed, and programs run on the active rows only, in batches of a few fixed
 sizes. The tokens are the same, and the log-probabilities are equal up to
@@ -101,8 +102,7 @@ class Engine:
       params: the trained weights, on the devices of training.
       version: the number of training steps that made the weights.
       base: the frozen weights, if the trained weights are adapters. They are
-        copied in the first call, and again whenever the caller gives another
-        `base`.
+        copied in the first call, and in each later call with another `base`.
     """
     self._programs.publish(params, version, base=base)
 
@@ -277,8 +277,8 @@ class Engine:
   def _can_admit(self) -> bool:
     """Returns whether rows of the queue can get slots now."""
     counts = [len(lane.free) for lane in self._lanes]
-    # If a slot were refilled while others decode, shapes and rounding would
-    # depend on when observations arrive.
+    # If a slot were refilled while other slots decode, shapes and rounding
+    # would depend on when observations arrive.
     if self._options.waves:
       return sum(counts) == self.slots
     return any(counts) and bool(self._due())

@@ -307,13 +307,13 @@ class Lane:
 
     Otherwise two chunks are in flight, so that the device need not wait for the
     host. A chunk reads as many pages of each row as its longest row needs, so a
-    batch is one row and the rows closest to it in length. While rows wait for a
-    slot (`queued`), the one row is the row whose last chunk, or whose turn, was
-    begun longest ago: new rows are short, and if the shortest row went first,
-    new rows would overtake the others for ever. Once the queue is empty, it is
-    the shortest row, which has most tokens ahead of it. All rows then end at
-    about the same time. Otherwise a few rows would be left at the end, and the
-    device would be idle while they wait for the retriever.
+    batch is a chosen row and the rows closest to that row in length. While rows
+    wait for a slot (`queued`), the row is chosen whose last chunk, or whose
+    turn, was begun longest ago: new rows are short, and if the shortest row
+    went first, new rows would overtake all others for ever. Once the queue is
+    empty, the shortest row is chosen, which has most tokens ahead of it. All
+    rows then end at about the same time. Otherwise a few rows would be left at
+    the end, and the device would be idle while they wait for the retriever.
     """
     size = self._driver.batch_rows
     rows = [row for row in self._generating.values() if self._fits(row)]

@@ -2,9 +2,8 @@
 
 S rows, V vocabulary. A sample is the argmax of the logits plus Gumbel noise.
 Its distribution is the softmax of the logits (the Gumbel-max trick). The noise
-of a row depends only on the row's key and on the token's position in the row,
-so that neither the slot, nor the batch, nor the order of events changes the
-token.
+of a row depends only on the row's key and on the token's position in the row.
+So neither the slot, nor the batch, nor the order of events changes the token.
 
 Truncation limits the tokens to sample from. `top_k` is the number of most
 probable tokens that are kept. `top_p` is the probability that the kept tokens

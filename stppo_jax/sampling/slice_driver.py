@@ -2,10 +2,10 @@
 
 Each host has its own slots, cache pages and schedule. But a program runs on the
 devices of all hosts, so all hosts must call the same programs in the same
-order. Before each call, every host tells the others which program it needs. All
-hosts then call the needed program that comes first in `_ORDER`. A host that
-needs another program takes part without an active slot. The shapes of the call
-are the largest that any host needs for this program.
+order. Before each call, every host tells the other hosts which program it
+needs. All hosts then call the needed program that comes first in `_ORDER`. A
+host that needs another program takes part without an active slot. The shapes of
+the call are the largest that any host needs for this program.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 
 S slots, A active slots, C tokens appended by a call, N pages of a row. The
 caller describes, slot by slot, which tokens to append and which slots decode.
-This module turns the descriptions into arrays of a few fixed shapes, so that no
+This module turns the descriptions into arrays of a few fixed shapes. So no
 program is compiled any more once each shape has been used.
 """
 
@@ -46,7 +46,7 @@ class SlotDriver:
     shards: the number of devices that slots and pages are divided over. Device
       d has slots / shards adjacent slots, of which the first is d * slots /
       shards.
-    joins: whether other hosts need this host in their programs, so that the
+    joins: whether other hosts need this host in their programs. If so, the
       engine must call `join`.
     returns_expert_ids: whether `expert_ids` can be called.
   """
@@ -81,9 +81,9 @@ class SlotDriver:
     """Appends tokens to slots, and starts turns there with `params`."""
     # In every run, a wave begins with the same prompts in the same call,
     # whatever the timing. So this call may leave out inactive slots and still
-    # gives the same bits. With several hosts it may not: a call has the same
-    # shapes on all hosts, and the other hosts may be at any point of their
-    # waves.
+    # gives the same bits. With several hosts, it must not leave them out: a
+    # call has the same shapes on all hosts, and the other hosts may be at any
+    # point of their waves.
     is_wave = self._waves and all(not x.length for x in appends.values())
     compacts = self.compacts or (is_wave and not self.joins)
     for chunk, first in self._chunks(appends):

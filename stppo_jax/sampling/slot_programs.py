@@ -3,13 +3,13 @@
 S slots, A active slots, C tokens of a chunk, D model width, N pages of a row, V
 vocabulary, Z states of the stop automaton. `extend` appends prompts and
 observations; `decode` samples tokens from the policy. The keys and values of a
-slot stay in the cache through all turns of a dialogue, so that no token is
-computed twice.
+slot stay in the cache through all turns of a dialogue, so no token is computed
+twice.
 
 Shapes are fixed, because XLA compiles a program for each shape. Rows come, go
 and end their turns at any time, which changes only masks, counts and lengths. A
-row that waits or has ended is computed along with the others, but a mask
-freezes it, and nothing that is computed for it is stored.
+row that waits or has ended is computed along with the other rows, but a mask
+freezes the row, and nothing that is computed for the row is stored.
 
 If `slots_A` is None, a program works on all slots. Otherwise it works on the
 active slots, and gathers their state first. `slots_A` is int32 [A]. If several
@@ -18,7 +18,7 @@ each device from 0. An element of S or more is padding, and stands for no slot.
 
 `table_AN` has the page numbers of each active slot. `num_pages` is the number
 of pages that hold all tokens of the longest active slot so far. Attention reads
-no further pages, so that a short dialogue does not pay for `max_length`; see
+no further pages, so a short dialogue does not pay for `max_length`; see
 `models/cache`.
 """
 
@@ -247,7 +247,7 @@ def decode(
     next_A = table_ZV[active.automaton, sampled.tokens_S].astype(jnp.int32)
     one_A = generating_A.astype(jnp.int32)
     # The mask freezes the rows that do not generate. Tokens that are sampled
-    # for them in this step are stored in the columns below, but not counted.
+    # for these rows are stored in the columns below, but not counted.
     active = dataclasses.replace(
       active,
       hidden=jnp.where(generating_A[:, None], hidden_A1D[:, 0], active.hidden),

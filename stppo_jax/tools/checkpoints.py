@@ -67,8 +67,8 @@ def _row(saved: saved_steps.SavedStep) -> tuple[str, ...]:
 def verify(workdir: pathlib.Path, place: str) -> int:
   """Reads all checkpoints of a run and prints which of them are intact.
 
-  Returns the exit code, which is 3 if a checkpoint is damaged. The arguments
-  are those of `show`.
+  Returns the exit code, which is 3 if a checkpoint is damaged. For the
+  arguments see `show`.
   """
   _check(workdir, place)
   import jax

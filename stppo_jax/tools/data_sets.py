@@ -42,7 +42,7 @@ def build(
 
 
 def show_all(root: pathlib.Path | None) -> None:
-  """Prints the data sets that can be built, and the built ones in a folder."""
+  """Prints the data sets that can be built, and the data sets in a folder."""
   there = layout.names(root) if root else []
   for name in dict.fromkeys([*catalogue.PUBLISHED, *there]):
     if name in catalogue.PUBLISHED:

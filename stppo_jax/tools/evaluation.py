@@ -227,8 +227,8 @@ def opened(
 
   Yields:
     The services, the number of training steps that are done, and the weights.
-    The weights are those of the newest checkpoint or, if there is none, those
-    of the model that the config names.
+    The weights come from the newest checkpoint or, if there is none, from the
+    model that the config names.
   """
   with (
     streams.logged(streams.show_beside),
@@ -301,8 +301,8 @@ def _collect_all(
   if not left:
     return records
   collector = build_collector(config, services, components, params)
-  # The random key of a row depends on the number of the row alone, so that an
-  # interruption does not change it.
+  # The random key of a row depends on the number of the row alone, so an
+  # interruption does not change the key.
   key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
   row_keys = keys_lib.row_keys(key, 0, len(rows))
   record = functools.partial(record_of, config, services, components.tokenizer)
@@ -388,6 +388,6 @@ def _read_settings(config) -> dict[str, Any]:
     for key, value in settings.flatten(config).items()
     if key in schema.KEYS and schema.KEYS[key].asked
   }
-  # JSON turns tuples into lists. After this round trip, the values equal those
-  # that are read from evaluation.json.
+  # JSON turns tuples into lists. After this round trip, the values equal the
+  # values that are read from evaluation.json.
   return json.loads(json.dumps(values))

@@ -72,8 +72,8 @@ def examine(
       state = state_size(built.learner)
       if mesh_lib.platform(built.learner.mesh) == 'cpu':
         on_host = state
-      # The disk holds the `keep` newest checkpoints, the best checkpoint, and
-      # one that is being written.
+      # The disk holds the `keep` newest checkpoints, the best checkpoint, and a
+      # checkpoint that is being written.
       on_disk = (config.checkpoint.keep + 2) * state
       yield from retriever(config, built)
   yield memory(available_memory(), on_host)
@@ -121,7 +121,7 @@ def declared() -> tuple[str, list[str]]:
 
 
 def versions(python: str, requirements: Sequence[str]) -> Iterator[Finding]:
-  """Compares the versions of Python and of packages with the supported ones.
+  """Compares installed versions of Python and packages with supported ones.
 
   Args:
     python: the supported versions of Python, such as '>=3.11'.

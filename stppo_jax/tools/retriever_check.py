@@ -25,7 +25,7 @@ class Unusable(Exception):
 
   Attributes:
     exit_code: 2 if the user must change something first; 75 if the server does
-      not answer now, so that a later try may succeed.
+      not answer now, but may answer later.
   """
 
   def __init__(self, line: str, exit_code: int = exits.USAGE):
@@ -40,7 +40,7 @@ class Examination:
   Attributes:
     url: the address of the server, as in the config key retrieval.url.
     dialect: the dialect that the run uses, a key of `dialects.DIALECTS`; '' for
-      the first one in which the server answers.
+      the first dialect in which the server answers.
     corpus: the corpus in which the server searches, such as worlds/0.
     query: the query that is sent to the server.
     expect: a text that a passage of the answer must contain; '' for any answer.

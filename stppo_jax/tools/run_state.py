@@ -1,7 +1,7 @@
 """Reads the state of a run from the files in its folder.
 
 The run may be on another machine. Only small files and the end of metrics.jsonl
-are read, so that it is fast to read the states of many runs.
+are read, so reading the states of many runs is fast.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -137,7 +137,7 @@ def bootstrap(values: np.ndarray) -> tuple[float, float]:
 def pass_at_k(samples: int, right: int, k: int) -> float:
   """Returns the probability that at least one of k drawn samples is right.
 
-  With `right` right ones among `samples` samples, the probability is
+  With `right` right samples among `samples` samples, the probability is
   1 - C(samples - right, k) / C(samples, k). (arXiv 2107.03374)
   """
   return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)

@@ -62,9 +62,9 @@ class TrainCheckpoints:
       The arrays, which are the state with the published policies and without
       frozen weights, and a JSON record.
     """
-    # With `rollout.steps_ahead`, the next steps are collected with older
-    # policies than the one in `state`. A resumed run must collect these steps
-    # with the same policies.
+    # With `rollout.steps_ahead`, the next steps are collected with policies
+    # that are older than the policy in `state`. A resumed run must collect
+    # these steps with the same policies.
     published = tuple(
       params.trained.policy
       for params in self._collector.published(step, state.params)
@@ -243,7 +243,7 @@ def read_policy(
   with exits.as_misconfigured():
     config = run_record.with_start(config, pathlib.Path(workdir))
     # Without a tokenizer directory, the tokenizer is made from the questions.
-    # They are loaded only for that.
+    # Only in this case are the questions loaded.
     path = config.model.path or config.model.tokenizer_path
     questions = None if path else components.build_questions(config)
     tokenizer = model_files.build_tokenizer(config, questions)

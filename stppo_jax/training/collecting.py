@@ -259,9 +259,9 @@ def _build_prefetcher(
     def collect(step: int):
       with contextlib.ExitStack() as stack:
         if placement:
-          # Small programs that name no device run on the default device. It
-          # must be one that collects: on a device that learns they would wait
-          # behind the updates.
+          # Small programs that name no device run on the default device. This
+          # must be a device that collects: on a device that learns, the
+          # programs would wait behind the updates.
           stack.enter_context(jax.default_device(placement.collecting[0]))
         if shared:
           stack.enter_context(shared.collecting(step))

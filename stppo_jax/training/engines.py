@@ -214,7 +214,7 @@ def release(engine: Engine, config) -> None:
 def kept(config) -> frozenset[str]:
   """Returns the names of the arrays that an engine keeps during updates.
 
-  The names are those of the dict that `sizes` returns. If steps are collected
+  The names are keys of the dict that `sizes` returns. If steps are collected
   during updates, the engine keeps all arrays. Otherwise the engine drops its
   cache and its weights, but keeps a frozen base under adapters.
   """

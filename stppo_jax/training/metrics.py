@@ -262,7 +262,7 @@ class StepMetrics:
 
 
 def _of_both(operations, models, lengths, losses) -> tuple[float, float]:
-  """Returns the operations of the policy, and those of the value model.
+  """Returns the operations of the policy, and of the value model.
 
   If `models.value` is None, there is no value model with a backbone of its own.
   The second number then means nothing, and the caller must not use it.

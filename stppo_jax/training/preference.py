@@ -44,9 +44,9 @@ def prefer(
 ) -> int:
   """Trains a policy on the pairs of a file, or resumes; exports the policy.
 
-  The policy starts from `model.path`, or from random weights if that is empty.
-  The reference is `model.reference_path`, or the start of the policy if that is
-  empty. The policy is exported to `workdir/policy`.
+  The policy starts from `model.path`, or from random weights if this key is
+  empty. The reference is `model.reference_path`, or the start of the policy if
+  that key is empty. The policy is exported to `workdir/policy`.
 
   Args:
     config: the config of the run; most options are in its section `preference`.

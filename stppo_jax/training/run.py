@@ -11,7 +11,8 @@
       run.finish(policy, params)
 
 A step's metrics and dialogues are written before its checkpoint. A run that is
-killed in between repeats the step and writes them again, so none are missing.
+killed in between repeats the step and writes both again, so no metrics and no
+dialogues are missing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -105,7 +105,7 @@ def _save_last(
   if isinstance(error, lock.Lost | buckets.BucketError):
     return
   # Several hosts can only save together. When one of them has an error, the
-  # others may be at any point of a step, so none of them saves.
+  # other hosts may be at any point of a step, so no host saves.
   alone = folder.hosts.is_alone
   if not alone or not last.is_unsaved or last.is_consumed:
     return

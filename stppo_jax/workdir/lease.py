@@ -3,11 +3,11 @@
     gs://BUCKET/RUN/lease    JSON: the process that holds it, and for how long
 
 A bucket has no locks. But an object can be written on the condition that its
-generation has not changed since it was read, so that only one of several
-writers succeeds. The holder renews the lease by writing it again and again. If
+generation has not changed since it was read, so only one of several writers
+succeeds. The holder renews the lease by writing it again and again. If
 a lease was not written for the time that it states, by the clock of the bucket,
-another process takes it over. A holder that was only frozen learns this from
-`Lease.touch`, before it commits a checkpoint.
+another process takes it over. A holder that was only frozen learns from
+`Lease.touch` that it has lost the lease, before it commits a checkpoint.
 """
 
 from collections.abc import Iterator

@@ -119,7 +119,7 @@ class Claim:
     """Calls `touch` every `every` seconds; a thread runs this.
 
     The call returns after `end`, or once another process has taken the right
-    over. The main thread learns of that from `check`.
+    over. The main thread learns of the loss from `check`.
     """
     while not self._ended.wait(every):
       try:

@@ -26,8 +26,9 @@ from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import lock
 
 EXPORT = 'export'
-# The version of the file formats of a run. If a later version changes a format
-# so that this version would misread it, run.json has a higher number.
+# The version of the file formats of a run. If a later version of this program
+# changes a format in such a way that this version would misread it, run.json
+# has a higher number.
 SCHEMA = 1
 _RUNS = ('train', 'sft', 'prefer')  # the commands that can write to a bucket
 IDENTITY, _EXPORTED = 'run.json', 'export.json'

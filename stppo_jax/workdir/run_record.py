@@ -9,9 +9,9 @@
 
 A run is a function of its config. If it were resumed with another config, no
 config would describe the mixture. So such a start is refused, with a line for
-each key that differs. `configs/schema.py` says which keys may change always,
-and which only if `resume.allow_change` names them. For files that the config
-names, the second rule holds.
+each key that differs. `configs/schema.py` says which keys may always change,
+and which keys may change only if `resume.allow_change` names them. A file that
+the config names may change only if `resume.allow_change` names its key.
 """
 
 from collections.abc import Mapping, Sequence

@@ -106,7 +106,7 @@ def checked(
 ) -> Any:
   """Returns the checked configuration of a command line that was split.
 
-  The configuration is locked, so that setting a new key is an error.
+  The configuration is locked, so setting a new key is an error.
 
   Args:
     flags: the flags of the command. If `--workdir` is one of them, its value

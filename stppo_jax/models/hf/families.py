@@ -75,8 +75,8 @@ class Windows(NamedTuple):
     every: if `sliding_window_pattern` is missing, every layer has a window
       except each n-th layer, where n is this number; 0: all layers have a
       window.
-    typed: whether some layers may have a window and others none. If not,
-      `transformers` does not read `layer_types`.
+    typed: whether some layers may have a window while other layers have none.
+      If not, `transformers` does not read `layer_types`.
   """
 
   switch: str = ''

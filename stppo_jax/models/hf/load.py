@@ -270,7 +270,7 @@ def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
   moves no data between devices.
   """
   local = sharding.shard_shape(leaf.shape)
-  # The last False is for a leaf of which no axis is sharded.
+  # The last False stops the search below if no axis of the leaf is sharded.
   whole = [here == size for here, size in zip(local, leaf.shape)] + [False]
   slices = list(_slices(leaf.shape, whole.index(False)))
   if len(slices) == 1:

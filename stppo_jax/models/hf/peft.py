@@ -361,8 +361,8 @@ def _matrices(
     rank, scale = _rank_and_scale(content, name)
     yield _Matrices(name, rank, scale, lambda: (a.read(), b.read()))
     return
-  # If both parameters of the experts have adapters, `base_layer` marks those of
-  # gate_up_proj. Otherwise `target_parameters` names the parameter.
+  # If both parameters of the experts have adapters, `base_layer` marks the pair
+  # of gate_up_proj. Otherwise `target_parameters` names the parameter.
   targets = content.get('target_parameters') or ()
   targets = (targets,) if isinstance(targets, str) else targets
   fused = any(x.endswith(_FUSED) for x in targets)

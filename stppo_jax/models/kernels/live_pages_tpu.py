@@ -40,7 +40,7 @@ class Work(NamedTuple):
   """Lists the E entries of the kernel's grid, in the order of the rows.
 
   Attributes:
-    count_1: int32, the number of valid entries; later ones have no meaning.
+    count_1: int32, the number of valid entries; later entries mean nothing.
     rows_E: int32, the row of each entry.
     firsts_E: int32, the index of an entry's first page among its row's pages.
     lengths_B: int32, the number of cached tokens of each row.

@@ -86,7 +86,7 @@ async def _write(directory: pathlib.Path, save: ManifestSave) -> None:
   (directory / manifest_lib.FILE.name).write_text(text)
 
 
-# Without this class, Orbax would treat the handler as one of an old kind.
+# Without this class, Orbax would treat the handler as a handler of an old kind.
 @ocp.args.register_with_handler(ManifestHandler, for_restore=True)
 class ManifestRestore(ocp.args.CheckpointArgs):
   """The argument of `restore`, which is never called."""

@@ -94,7 +94,7 @@ def _read(
 
 
 def _shortened(causes: dict[str, str]) -> str:
-  """Returns one line: the first leaf, the number of others, and the cause."""
+  """Returns one line: the first leaf, how many more there are, the cause."""
   name, cause = next(iter(causes.items()))
   rest = len(causes) - 1
   others = f' and {rest} other{"s" if rest > 1 else ""}' if rest else ''

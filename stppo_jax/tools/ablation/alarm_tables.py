@@ -42,8 +42,8 @@ class Rings(NamedTuple):
   Attributes:
     curve: the success of the run in a few numbers.
     steps: name of an alarm to the steps in which the alarm rang.
-    counts: name of an alarm to the number of steps that have its metric, so
-      that the alarm could ring.
+    counts: name of an alarm to the number of steps that have its metric, in
+      which the alarm could ring.
   """
 
   curve: success_curve.Curve

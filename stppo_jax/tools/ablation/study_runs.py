@@ -137,7 +137,7 @@ def _start_commands(plan: plan_lib.Plan, runs) -> Commands:
 def _run_commands(plan: plan_lib.Plan, runs) -> Commands:
   """Returns the commands that make or resume the missing runs.
 
-  Of equal runs, only the first run is made. `_copied` copies it for the others.
+  Of equal runs, only the first run is made. `_copied` copies this run.
   """
   commands: Commands = {}
   begun: set[tuple[str, int]] = set()

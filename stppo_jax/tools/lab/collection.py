@@ -50,7 +50,7 @@ def write(
 ) -> None:
   """Collects a new saved batch, writes it to a file, and prints its size.
 
-  The other arguments are those of `collect`.
+  For the other arguments see `collect`.
 
   Raises:
     Misconfigured: the file cannot be written.
@@ -239,7 +239,7 @@ def _newest(
     return 0, state
   step, state, host = restored
   # An adaptive controller has changed the coefficient since the start of the
-  # run. The penalty of this collection is the one that the run would use now.
+  # run. This collection uses the coefficient that the run would use now.
   learner.kl_coefficient = host['kl_coefficient']
   # The run may keep policies for its later steps, which are not needed here.
   return step, dataclasses.replace(state, published=())

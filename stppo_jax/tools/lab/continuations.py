@@ -8,8 +8,8 @@ same engine, environment and limits. A cut before the first token of a turn is
 also the cut after the observation before this turn. A KL penalty inside the
 rewards is left out of the sampled values, although a critic learns it.
 
-The continuations of a prefix are a group of the engine: the prefix is prefilled
-once, and the continuations share its pages of the KV cache.
+The continuations of a prefix share a prompt in the engine: the prefix is
+prefilled once, and the continuations share its pages of the KV cache.
 
 B trajectories, L tokens.
 """

@@ -1,7 +1,7 @@
 """Computes the advantages of an estimator on a saved batch.
 
 B trajectories, L tokens. Nothing is random and nothing is trained. The rewards
-are those of the file. `penalized` subtracts a KL penalty from them, as a run
+come from the file. `penalized` subtracts a KL penalty from them, as a run
 with `kl.where` = 'reward' does.
 """
 
@@ -58,7 +58,7 @@ def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
   """Checks the rules of an estimator that `saved_batch.select` does not check.
 
   Raises:
-    ValueError: turn ids decrease within a row, so that turns have no clear
+    ValueError: turn ids decrease within a row, so turns have no clear
       beginning; all groups have a single row, although the estimator compares
       the rows of a group; or the estimator reads values of observation tokens
       that are not finite. The message has a line for each problem.

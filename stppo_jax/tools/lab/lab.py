@@ -173,8 +173,8 @@ def _differentiate(
     'ratio_BL': loss.ratio_BL,
     'weights_BL': loss.weights_BL,
     'clipped_BL': loss.cut_BL,
-    # Bounds are a single number or one for each token. In a file they always
-    # have one for each token.
+    # Bounds are a single number, or a number for each token. In a file they
+    # always have a number for each token.
     'low_BL': jnp.broadcast_to(loss.low, logprobs_BL.shape),
     'high_BL': jnp.broadcast_to(loss.high, logprobs_BL.shape),
   }

@@ -266,8 +266,8 @@ def _load(
         path, arrays['loss_mask_BL'], dtype=dtype
       )
   names = [name for name in lab.OPTIONAL_ARRAYS if name not in arrays]
-  # Optional arrays are checked apart from the required ones, because an error
-  # in them must only cost some metrics and not end the command.
+  # Optional arrays are checked apart from the required arrays, because an error
+  # in an optional array must only cost some metrics and not end the command.
   optional, problems = saved_batch.select_optional(loaded, names, dtype=dtype)
   for problem in problems:
     print(f'--batch={flags.batch}: {problem}; left out', file=sys.stderr)
@@ -295,7 +295,7 @@ def _finish(flags: Any, found: saved_batch.Result) -> None:
 def _finite(
   flags: Any, metrics: Mapping[str, float], subject: str = ''
 ) -> dict[str, float]:
-  """Returns the finite metrics, as JSON has no nan; warns of other metrics."""
+  """Returns the finite metrics; warns of metrics that JSON cannot hold."""
   names = [name for name, x in metrics.items() if not math.isfinite(x)]
   if names:
     dtype = _dtype(flags).__name__

@@ -45,7 +45,7 @@ def comparison_page(
             getattr(by_label[label], change),
             marker='.',
             label=label,
-            # Later lines are thinner, so that they do not hide earlier ones.
+            # Later lines are thinner, so that they do not hide earlier lines.
             linewidth=1.2 + 2.4 * (1 - (i + 1) / len(labels)),
             **plots.line(i),
           )

@@ -227,7 +227,7 @@ def select(
 def select_optional(
   arrays: Arrays, names: Iterable[str], *, dtype: type[np.floating]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-  """Returns the valid arrays among some optional ones, and the errors.
+  """Returns the valid arrays of some optional arrays, and the errors.
 
   Args:
     arrays: the arrays of a batch file, see `load`, with a valid loss_mask_BL.

@@ -21,7 +21,7 @@ from stppo_jax.tools.lab import saved_batch
 
 # A multiplier that differs from 1 by more than this counts as a change.
 _TOLERANCE = 0.1
-_MOST_TURNS = 8  # the last group has this turn and all later ones
+_MOST_TURNS = 8  # the last group has this turn and all later turns
 _NUM_LENGTHS = 8  # groups of turns of similar length
 # The edges between the groups of log-ratios.
 _LOG_RATIOS = (-0.5, -0.2, -0.05, -0.01, 0.01, 0.05, 0.2, 0.5)
@@ -43,8 +43,8 @@ class Shares(NamedTuple):
   """The shares of tokens that an algorithm changes, one for each group.
 
   Attributes:
-    cut: the shares of tokens whose multiplier is 0 or negative, so that their
-      gradient is 0 or against the advantage.
+    cut: the shares of tokens whose multiplier is 0 or negative. Their gradient
+      is 0 or against the advantage.
     weakened: the shares of tokens with a multiplier above 0 and below 0.9.
     amplified: the shares of tokens with a multiplier above 1.1.
   """

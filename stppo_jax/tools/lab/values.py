@@ -167,7 +167,7 @@ def _quotient(above: Any, below: Any) -> float:
 def correlations(
   arrays: saved_batch.Arrays, estimated: Mapping[str, np.ndarray]
 ) -> Correlations:
-  """Returns the correlations of advantages with sampled ones, turn by turn.
+  """Returns the correlations of estimated and sampled advantages by turn.
 
   Args:
     arrays: the result of `saved_batch.select` with `ARRAYS`.

@@ -40,8 +40,8 @@ class Array(NamedTuple):
   Attributes:
     kind: the element type, such as f32.
     dims: the dimensions.
-    is_fast: whether the array is in a faster memory than the one of arguments
-      and results.
+    is_fast: whether the array is in a faster memory than the memory of
+      arguments and results.
   """
 
   kind: str
@@ -120,7 +120,7 @@ class Instruction:
   def window(self, axis: int) -> dict[str, int]:
     """Returns the stride, padding and dilations of a convolution on an axis.
 
-    The padding is the one at the beginning of the axis.
+    Of the padding, only the part at the beginning of the axis is returned.
     """
     moves = re.findall(
       r'(stride|pad|lhs_dilate|rhs_dilate)=([-\dx_]+)',

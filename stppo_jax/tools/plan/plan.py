@@ -76,7 +76,7 @@ class Plan:
 
   @property
   def num_chips(self) -> int:
-    """The number of chips, with those of hosts that only collect."""
+    """The number of chips, with the chips of hosts that only collect."""
     beside = self.collectors * self.topology.per_host
     return self.topology.num_chips + beside // self.topology.limits.per_chip
 

@@ -152,7 +152,7 @@ def advice(
 
 
 def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
-  """Yields changes that save memory, first those that cost the least time."""
+  """Yields changes that save memory; the cheapest in time come first."""
   updates, rollout = config.updates, config.rollout
   shards = math.prod(plan.axes[axis] for axis in mesh_lib.BATCH_AXES)
   if rollout.engine == 'local' and rollout.slots:  # 0 slots are sized to fit
