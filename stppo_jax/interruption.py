@@ -153,9 +153,9 @@ class Interruption:
     """Runs a body that a signal may end with `Interrupted`.
 
     Raises:
-      Interrupted: a signal came in the body or before it. It is raised even if
-        the body has caught the handler's exception or raised another one for
-        it.
+      Interrupted: a signal came in the body or before it. The error is raised
+        even if the body has caught the handler's exception, or has raised
+        another exception in its place.
     """
     return self._raising(within=True)
 

@@ -29,7 +29,7 @@ Status = types.TrajectoryStatus
 class SearchEnvironment(protocol.Environment):
   """Answers at most `max_turns` searches; one more turn may give the answer.
 
-  Its scores are `rewards.SCORE_NAMES`. The main score is the substring match if
+  The scores are `rewards.SCORE_NAMES`. The main score is the substring match if
   only the substring match has a weight, and otherwise the exact match.
   """
 

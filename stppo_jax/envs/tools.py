@@ -56,7 +56,7 @@ Question: {prompts.PLACEHOLDER}
 class ToolsEnvironment(protocol.Environment):
   """Answers at most `max_turns` calls; one more turn may give the answer.
 
-  Its scores are `rewards.SCORE_NAMES`.
+  The scores are `rewards.SCORE_NAMES`.
   """
 
   stop_strings = STOP_STRINGS

@@ -46,8 +46,8 @@ class Refusal(Exception):
 def answered(connections: connections_lib.Connections):
   """Returns the outermost middleware, which also answers failed requests.
 
-  It turns an error of a handler into a status and one line, and tells the
-  connection when a request begins and ends.
+  The middleware turns an error of a handler into a status and one line, and
+  tells the connection when a request begins and ends.
   """
 
   @web.middleware

@@ -292,7 +292,7 @@ def finish(
 def differentiate_terms(loss_terms: Callable[..., Any], *, has_aux: bool):
   """Returns a function that differentiates each term of a loss separately.
 
-  It takes the place of `jax.value_and_grad` for algorithms that divide by the
+  The function replaces `jax.value_and_grad` for algorithms that divide by the
   bias norm. The policy and bias terms do not depend on the value model, so of
   their gradients only the policy's part is kept.
 

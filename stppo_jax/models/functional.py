@@ -153,7 +153,7 @@ class Model:
   def plain_policy(self) -> 'Model':
     """The policy of the same shape without adapters and without a value head.
 
-    Its parameters are merged weights, or the weights of a base model.
+    This policy takes merged weights, or the weights of a base model.
     """
     return dataclasses.replace(self, head='vocabulary', lora=None)
 

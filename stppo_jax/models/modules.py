@@ -209,8 +209,8 @@ def cast(params: Any, dtype: str) -> Any:
 def cast_and_delete(params: Any, dtype: str) -> Any:
   """Returns `cast(params, dtype)` and deletes the arrays that it casts.
 
-  It is meant for weights that are not trained. The arrays are replaced one
-  after another, so that devices never hold all weights twice.
+  Use this function for weights that are not trained. The arrays are replaced
+  one after another, so that devices never hold all weights twice.
 
   Args:
     params: arrays on devices; the new arrays have the same shardings.

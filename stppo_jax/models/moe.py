@@ -38,8 +38,8 @@ Product = Callable[..., Any]
 class Routing:
   """Holds the experts that tokens visited, and sums for the load-balance loss.
 
-  It describes one layer or a whole model. For a model the ids have an axis over
-  layers, and the sums are over the layers too.
+  The fields describe one layer or a whole model. For a model the ids have an
+  axis over layers, and the sums are over the layers too.
 
   Attributes:
     expert_ids: int32, the experts that each token visited, [B, L, E] or
@@ -158,8 +158,9 @@ def dense(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
   """Returns the mixture by computing every expert for every token.
 
   The experts form one MLP of width X F, in which the experts that a token does
-  not visit have weight 0. Tests compare `grouped` with this definition. It is
-  also the fastest on CPU, where XLA's grouped products compute every expert.
+  not visit have weight 0. Tests compare `grouped` with this definition. This
+  function is also the fastest on CPU, where XLA's grouped products compute
+  every expert.
   """
   gate, up, down = kernels
   X, D, F = gate[0].shape

@@ -3,11 +3,11 @@
 Formulas give the operations, the bytes that are read from memory and the bytes
 that devices send. `bound` is the time at the limits that the maker of a device
 publishes. No program can be faster. `expected` is the time at the shares of
-these limits that one device has reached, see `SHARES`. Both assume that a phase
-computes, reads and sends at the same time, so the slowest of the three counts.
-Phases follow one another, except that devices that only collect trajectories
-work beside the other devices. Waiting for the retriever, evaluations and
-checkpoints are left out.
+these limits that one device has reached, see `SHARES`. Both times assume that a
+phase computes, reads and sends at the same time, so the slowest of the three
+counts. Phases follow one another, except that devices that only collect
+trajectories work beside the other devices. Waiting for the retriever,
+evaluations and checkpoints are left out.
 """
 
 from collections.abc import Mapping

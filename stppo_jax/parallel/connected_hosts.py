@@ -139,8 +139,8 @@ class ConnectedHosts(hosts_lib.Hosts):
   def fail(self, line: str, exit_code: int) -> None:
     """Tells the other hosts of a failure, after which this process must end.
 
-    It returns when the message is sent. On host 0, it also waits until the
-    other hosts have left.
+    The call returns when the message is sent. On host 0, it also waits until
+    the other hosts have left.
     """
     # Two threads may fail at once. The second failure often follows from the
     # first, so only the first failure is sent.
@@ -322,7 +322,7 @@ class ConnectedHosts(hosts_lib.Hosts):
   async def _stop(self) -> None:
     """Closes the relay, and cancels the tasks that are left on the loop.
 
-    It must not be called after a failure: jax aborts a process whose relay is
+    Do not call this after a failure: jax aborts a process whose relay is
     closed.
     """
     if self._server is None:

@@ -93,7 +93,7 @@ def exchanged(
 ) -> Array:
   """Returns the weighted sum of each token's visits, [B, L, D].
 
-  Every device calls it, inside a `shard_map` over all mesh axes.
+  Every device calls this function inside a `shard_map` over all mesh axes.
 
   Args:
     compute: computes visits with the experts of a device.

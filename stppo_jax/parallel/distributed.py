@@ -265,7 +265,7 @@ def from_local_rows(tree: Tree, sharding: jax.sharding.NamedSharding) -> Tree:
 def to_local_rows(tree: Tree) -> Tree:
   """Returns the rows of global arrays that this process holds, as numpy arrays.
 
-  It is the inverse of `from_local_rows`.
+  This function is the inverse of `from_local_rows`.
   """
 
   def local(array: jax.Array) -> np.ndarray:

@@ -164,7 +164,7 @@ class Placement:
   def _everywhere(self) -> jax.sharding.Mesh:
     """The mesh of training with each axis split into two factors.
 
-    Its devices have the same order as in the mesh of training, because a
+    The devices have the same order as in the mesh of training, because a
     program can only mix meshes with the same order of devices.
     """
     return jax.sharding.Mesh(

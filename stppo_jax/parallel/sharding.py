@@ -75,7 +75,7 @@ def param_shardings(params: Tree, mesh: jax.sharding.Mesh) -> Tree:
 def constrain_params(params: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
   """Returns parameters or gradients with a sharding constraint by the rules.
 
-  It is called inside a program.
+  Call this function inside a program.
 
   Raises:
     ValueError: no rule matches the name of a leaf.

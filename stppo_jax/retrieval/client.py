@@ -39,8 +39,8 @@ _Futures = dict[str, asyncio.Future]  # query -> future of its passages
 class HttpRetriever:
   """A `protocol.Retriever` that sends queries to a server.
 
-  It works in one event loop. Connections are closed by `close`, or at the end
-  of that loop.
+  A client works in one event loop. Connections are closed by `close`, or at the
+  end of that loop.
   """
 
   def __init__(

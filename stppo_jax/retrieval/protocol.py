@@ -24,8 +24,8 @@ class RetrievalError(Exception):
 class RetrieverUnreachable(exits.RunEnded):
   """Raised if no retriever was ready within `ready_timeout` seconds.
 
-  It is not a RetrievalError, so that no environment treats it as the failure of
-  one query. The command ends with exit code 75 and can be repeated.
+  This error is no RetrievalError, so that no environment treats it as the
+  failure of one query. The command ends with exit code 75 and can be repeated.
   """
 
 

@@ -133,7 +133,7 @@ def lots(context: LossContext) -> Array:
       own = jax.random.fold_in(own, number)
     return jax.random.uniform(own, dtype=context.logprobs_BL.dtype)
 
-  # `fold_in` takes integers. It gets the bits of the two numbers, because
+  # `fold_in` takes integers. So it gets the bits of the two numbers, because
   # rounding the numbers to integers would give many tokens the same lot.
   bits = [
     jax.lax.bitcast_convert_type(x_BL.astype(jnp.float32), jnp.uint32)

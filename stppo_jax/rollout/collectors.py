@@ -100,7 +100,7 @@ class Collectors(prefetch.Policies):
   def schedule(self, version: int, state: prefetch.State) -> None:
     """Offers the policy of a training state to the hosts that collect.
 
-    They collect later steps with this policy.
+    These hosts collect later steps with this policy.
 
     Args:
       version: the number of steps that the state has done.
@@ -155,8 +155,8 @@ class Collectors(prefetch.Policies):
   def evaluate(self, params: prefetch.Params) -> Measured:
     """Lets the hosts that collect evaluate the newest policy.
 
-    It returns metrics and trajectories, see `Evaluator.measure`. Only the first
-    host that learns receives the trajectories.
+    The result is metrics and trajectories, see `Evaluator.measure`. Only the
+    first host that learns receives the trajectories.
     """
     self._offer(self._done, params)
     self._server.append({'evaluate': self._done})

@@ -302,8 +302,8 @@ MAX_LENGTHS = 8
 def unit(bucket: int, *, max_length: int) -> int:
   """Returns the number of tokens of which every batch length is a multiple.
 
-  It is the smallest multiple of the bucket that gives at most `MAX_LENGTHS`
-  batch lengths.
+  The result is the smallest multiple of the bucket that gives at most
+  `MAX_LENGTHS` batch lengths.
 
   Args:
     bucket: the number of tokens of `rollout.length_bucket`.

@@ -97,7 +97,7 @@ def train(
         # A signal may end this wait: the next start collects the step again.
         with run.phase('wait'):
           # Publishes the policy for the step, or starts collections ahead.
-          # It must not be interrupted, because all hosts publish together.
+          # No signal may interrupt this, because all hosts publish together.
           prefetcher.schedule(step, state)
           with folder.interruptible():
             collected = prefetcher.result(step)

@@ -158,7 +158,7 @@ class StepMetrics:
       totals: the numbers of the step's batch.
       seconds: the durations of the step's phases, by `timing_s/{phase}`: wait
         (for the collection), annotate, update and token_details.
-      save_seconds: the duration of the save of the step before. It is reported
+      save_seconds: the duration of the save of the step before, reported
         here because the metrics of that step were written before its save.
     """
     epochs = len(updates) * self._config.updates.minibatch_size / totals.rows

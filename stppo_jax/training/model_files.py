@@ -133,8 +133,8 @@ def build_model_config(
 ) -> model_config.ModelConfig:
   """Returns the config of a run's models, for the devices of a mesh.
 
-  It adds to the result of `shape` the implementations of attention and experts,
-  which depend on the devices, and the dtype of the KV cache.
+  The function adds to the result of `shape` the implementations of attention
+  and experts, which depend on the devices, and the dtype of the KV cache.
 
   Args:
     config: the config of a run.
@@ -264,7 +264,7 @@ def check_tokenizer(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
 def _check_reference(config, policy: model_config.ModelConfig) -> None:
   """Raises ValueError if the reference's model config does not fit the policy.
 
-  It also raises if files of the reference are incomplete.
+  The same error is raised if files of the reference are incomplete.
   """
   model, path = config.model, config.model.reference_path
   options = weights_lib.compute_options(config)

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 class Watch:
   """Writes a run's heartbeat, watches its phases and accounts for its time.
 
-  It also records traces of requested steps.
+  The class also records traces of requested steps.
 
   Args:
     exit_code: returns the exit code of the process; called if the run ends

@@ -155,7 +155,8 @@ def _kernel(
 ):
   """Computes the results of `tile` queries of a row and a key and value head.
 
-  It reads `size` keys of a page, or `own_size` keys of own tokens, at once.
+  The program reads `size` keys of a page, or `own_size` keys of own tokens, at
+  once.
   """
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton

@@ -206,7 +206,7 @@ class Checkpointer:
 
     Args:
       abstract_state: a pytree of `jax.ShapeDtypeStruct` with shardings, or of
-        arrays. It gives the structure, and the sharding of each leaf.
+        arrays, with the structure of the state and the sharding of each leaf.
       subtree: the dotted path of a subtree of the state, such as
         'policy.params'. Only this subtree is read; '' reads the whole state.
         Only for a read-only checkpointer that never reads whole states.

@@ -34,8 +34,8 @@ def hide_repeated() -> None:
   """Hides the reports of errors that Orbax also raises.
 
   The function changes the loggers of absl and asyncio, and the hook for
-  exceptions that Python ignores. They still report all other errors. More calls
-  of the function change nothing more.
+  exceptions that Python ignores. All other errors are still reported. More
+  calls of the function change nothing more.
   """
   # `addFilter` does not add the same filter twice.
   logging.getLogger('absl').addFilter(_is_not_logged_by_orbax)
@@ -60,7 +60,7 @@ def cause(error: Exception) -> str:
 def _is_not_logged_by_orbax(record: logging.LogRecord) -> bool:
   """Returns False for the log records of Orbax that nobody needs.
 
-  They are tracebacks, warnings that a folder is read-only although it is only
+  These are tracebacks, warnings that a folder is read-only although it is only
   opened for reading, and the advice to save less often. Orbax gives this advice
   because it counts the time that a run waits for its last save.
   """

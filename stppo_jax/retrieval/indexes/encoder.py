@@ -1,6 +1,6 @@
 """The encoder of dense search: BERT with mean pooling and normalised vectors.
 
-It is read from a Hugging Face directory of a sentence encoder with the
+The encoder is read from a Hugging Face directory of a sentence encoder with the
 architecture of BERT (arXiv 1810.04805), such as E5 and MiniLM. The directory
 has config.json, model.safetensors, and tokenizer.json or vocab.txt.
 

@@ -1,10 +1,10 @@
 """An engine whose turns are written by a server, vLLM or SGLang.
 
-It has the methods that `collect.Engine` lists. Each turn is one request with
-the token ids of the whole dialogue, and the server finds the earlier part of
-the dialogue in its prefix cache. The reply has token ids and log-probabilities.
-The stop automaton of this run decides where a turn ends: tokens that the server
-wrote after the end are cut off.
+The engine has the methods that `collect.Engine` lists. Each turn is one request
+with the token ids of the whole dialogue, and the server finds the earlier part
+of the dialogue in its prefix cache. The reply has token ids and
+log-probabilities. The stop automaton of this run decides where a turn ends:
+tokens that the server wrote after the end are cut off.
 
 `publish` writes weights as safetensors to a folder in the directory of
 temporary files (TMPDIR), which the server must be able to read. The server

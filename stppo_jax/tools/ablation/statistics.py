@@ -45,7 +45,7 @@ class Difference(NamedTuple):
     estimate: the mean difference with its bootstrap interval over seeds.
     p: the two-sided p-value of a sign-flip test: the probability that the mean
       is at least this far from 0 if the sign of each seed's difference were
-      random. With n seeds, n at most 12, it is at least 2 / 2^n. It is nan if
+      random. With n seeds, n at most 12, p is at least 2 / 2^n. p is nan if
       the difference of a seed is nan.
   """
 

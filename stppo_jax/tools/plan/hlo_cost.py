@@ -99,9 +99,9 @@ def collectives(program: hlo.Program) -> list[Collective]:
     scatters = line.kernel.startswith(_REDUCE_SCATTER_KERNEL)
     if line.kernel and line.channel and not scatters:
       # An asynchronous collective is in the kernel that begins it, in kernels
-      # that run at the same time, and in the kernel that ends it. It is counted
-      # once, by its channel. A kernel that is a reduce-scatter always counts,
-      # even if another collective has the same channel.
+      # that run at the same time, and in the kernel that ends it. So this code
+      # counts it once, by its channel. A kernel that is a reduce-scatter always
+      # counts, even if another collective has the same channel.
       if (kind, line.channel) in begun:
         continue
       begun.add((kind, line.channel))
@@ -178,7 +178,7 @@ def estimated_cycles(program: hlo.Program) -> int:
 
   The number is good for comparing programs and is not a time: the compiler
   estimates only the kernels that it makes itself, and no wait for another
-  device. It is 0 for a program of another platform.
+  device. The number is 0 for a program of another platform.
   """
   return sum(
     line.times * line.cycles for line in program.instructions if not line.kernel

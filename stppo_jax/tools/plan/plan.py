@@ -48,8 +48,8 @@ class Plan:
     axes: the size of each mesh axis.
     slots: the number of trajectories that each host decodes at a time; 0 with
       rollout.engine=remote.
-    collectors: the number of hosts that only collect. Each has as many devices
-      as a host that learns.
+    collectors: the number of hosts that only collect. Each of them has as many
+      devices as a host that learns.
     held: the bytes that the run holds, without the temporaries of programs.
     estimated: by name, the bytes of an update's temporaries that a formula
       estimates.

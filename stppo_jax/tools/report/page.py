@@ -21,8 +21,8 @@ from stppo_jax.tools.report import run_files
 from stppo_jax.tools.report import static
 from stppo_jax.tools.report import summary
 
-# The type of the script elements with packed dialogues. It names no script
-# language, so the browser does not run them.
+# The type of the script elements with packed dialogues. The type names no
+# script language, so the browser does not run them.
 _PART = 'application/octet-stream'
 _FILES = 'page'
 _PROGRAMS = ('base.js', 'charts.js', 'tables.js', 'viewer.js', 'page.js')

@@ -55,8 +55,8 @@ class Alarm(NamedTuple):
     run: the index of the run.
     name: the name of the metric.
     steps: the steps, in order.
-    worst: the largest value of the metric. It is None if the fault is that the
-      values are not finite.
+    worst: the largest value of the metric; None if the fault is that the values
+      are not finite.
   """
 
   run: int
@@ -109,7 +109,7 @@ def outside_by_turn(run: run_files.Run) -> dict[str, list[list[float]]]:
   Returns:
     Level -> [turn, share of the tokens of all steps, number of these tokens]
     for each turn. Runs of earlier versions did not record the number of tokens.
-    Their share is the mean over the steps, and their number is 0.
+    For these runs the share is the mean over the steps, and the number is 0.
   """
   shares: dict[str, list[list[float]]] = {}
   for level in LEVELS:
