@@ -18,13 +18,15 @@ class Generation(NamedTuple):
   """A generation of TPUs.
 
   Attributes:
-    accelerator: what precedes the count in Cloud TPU; '' = only GKE has it.
-    counted: what is counted there for each chip: 1, the chip, or 2, its cores.
+    accelerator: the text before the count in the name of a slice of Cloud TPU;
+      '' = only GKE has this generation.
+    counted: by how much a chip raises the count in that name: 1 if chips are
+      counted, 2 if cores are counted.
     label: the value of cloud.google.com/gke-tpu-accelerator.
-    runtime: the software of its machines in Cloud TPU.
-    largest: the chips of the largest slice.
-    axes: the axes of a topology.
-    devices: what jax calls a device, for each chip.
+    runtime: the software of the machines in Cloud TPU.
+    largest: the number of chips of the largest slice.
+    axes: the number of axes of a topology.
+    devices: the number of devices that jax has for each chip.
   """
 
   accelerator: str
@@ -46,7 +48,7 @@ GENERATIONS = {
   'tpu7x': Generation('', 2, 'tpu7x', '', 9216, 3, 2),
 }
 _FLAT = ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16')
-_CUBIC = ('2x2x1', '2x2x2', '2x2x4', '2x4x4')  # larger ones: multiples of 4
+_CUBIC = ('2x2x1', '2x2x2', '2x2x4', '2x4x4')  # larger: multiples of 4
 _NUMBER = re.compile(r'[1-9]\d{0,4}')
 
 
@@ -59,10 +61,11 @@ class Slice(NamedTuple):
 
 
 def find(accelerator: str) -> Slice:
-  """Returns the slice that Cloud TPU calls so, such as v5litepod-16.
+  """Returns the slice that a name of Cloud TPU, such as v5litepod-16, means.
 
   Raises:
-    ValueError: there is none; one line, to follow the value.
+    ValueError: there is no such slice; the message is one line, which is put
+      behind the value.
   """
   name, _, count = accelerator.rpartition('-')
   known = {x.accelerator: x for x in GENERATIONS.values() if x.accelerator}
@@ -86,15 +89,17 @@ def find(accelerator: str) -> Slice:
 
 
 def nodes(label: str, topology: str, chips: str) -> tuple[int, int]:
-  """Returns the nodes of a slice in GKE, and the chips of a node.
+  """Returns the numbers of nodes of a slice in GKE, and of chips of a node.
 
   Args:
     label: the value of cloud.google.com/gke-tpu-accelerator.
-    topology: the chips along each axis, such as 4x4.
-    chips: the chips of a node; '': four, or all if there are fewer.
+    topology: the numbers of chips along the axes, such as 4x4.
+    chips: the number of chips of a node; '': four, or all chips of a slice that
+      has fewer.
 
   Raises:
-    ValueError: GKE has no such slice; one line that begins with the option.
+    ValueError: GKE has no such slice; the message is one line that begins with
+      the option.
   """
   generation = next(x for x in GENERATIONS.values() if x.label == label)
   start = f'--topology={topology}: must be '

@@ -16,16 +16,16 @@ def stopped(place: str) -> str:
 class Budget:
   """The limits of the options --max_slices, --max_hours and --max_cost.
 
-  Records are those of slices.py. A slice counts from the time at which it was
-  seen to be active.
+  The module `slices` writes the records. A slice counts from the time at which
+  it was seen to be active.
   """
 
   def __init__(self, values: Mapping[str, Any], chips: int):
-    """Takes the values of the options, and the chips of a slice."""
+    """Takes the values of the options, and the number of chips of a slice."""
     self._values, self._chips = values, chips
 
   def paid(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the records that count: of all runs of a sweep, or of this one.
+    """Returns the records that count: of all runs of a sweep, or of this run.
 
     Raises:
       CloudError: the bucket could not be read.
@@ -36,7 +36,7 @@ class Budget:
     return list(map(json.loads, text.splitlines()))
 
   def hours_left(self, paid: list[dict[str, Any]]) -> float:
-    """Returns the hours that another slice may be paid for."""
+    """Returns the number of hours for which a further slice may be paid."""
     v = self._values
     most = v['max_hours']
     if v['max_cost']:
@@ -55,19 +55,20 @@ class Budget:
     )
 
   def check(self, paid: list[dict[str, Any]], *, asks: bool = False) -> None:
-    """Checks that slices have not spent what they may.
+    """Checks that the slices have not used up the budget.
 
     Args:
       paid: see `paid`.
       asks: whether another slice is to be requested.
 
     Raises:
-      Ended: they have, or no further slice may be requested.
+      Ended: the budget is used up, or no further slice may be requested.
       CloudError: the bucket could not be read.
     """
     v, hours = self._values, _hours(paid)
     spent = {'max_hours': hours, 'max_cost': hours * self._chips * v['price']}
-    # One that was never there does not count; one that is asked for does.
+    # A slice that never existed does not count. A slice that was requested and
+    # may still come counts.
     had = sum(x['active'] > 0 or not x['ended'] for x in paid)
     if asks:
       spent['max_slices'] = had

@@ -1,4 +1,4 @@
-"""Asks things of Google Cloud through the program `gcloud`."""
+"""Calls Google Cloud through the program `gcloud`."""
 
 from collections.abc import Mapping
 import contextlib
@@ -10,24 +10,24 @@ from typing import Any
 
 from stppo_jax import exits
 
-PREFIX = 'stppo-'  # of the names of all slices
+PREFIX = 'stppo-'  # the names of all slices begin with it
 OVER = ('SUSPENDED', 'FAILED')
 _PASSING = re.compile(
   '(?i)unavailable|internal error|deadline|timed? ?out|reset|resolve|'
   'HTTPError 50[0234]'
 )
 PATIENCE = 5  # polls that a worker waits before it deletes the slice itself
-SILENCE = 20  # polls without a word of any worker, after which it is given up
+SILENCE = 20  # polls without a report, after which a slice is given up
 
 
 class CloudError(Exception):
-  """A command of gcloud that failed; one line."""
+  """A command of gcloud has failed; the message is one line."""
 
   exit_code = exits.TRY_AGAIN
 
 
 class Ended(Exception):
-  """Ends the program; its line is printed."""
+  """Ends the program, which prints the message, one line."""
 
   exit_code = exits.TRY_AGAIN
 
@@ -41,10 +41,11 @@ def reap(values: Mapping[str, Any]) -> int:
   code = 0
   for found in map(parse_slice, json.loads(done.stdout)):
     name, state, where = found['name'], found['state'], found['place']
-    if not name.startswith(PREFIX):  # of somebody else in the same zone
+    if not name.startswith(PREFIX):  # another user's slice
       continue
     # The launcher may be gone, so its record and the reports of the workers
-    # decide. A slice that is still asked for has no report yet, and is kept.
+    # decide. A slice that was requested but does not exist yet has no report,
+    # and is kept.
     try:
       workers = reports(read(f'{where}/state-*')) if where else {}
       record = json.loads(read(f'{where}/record') or '{}') if where else {}
@@ -81,11 +82,11 @@ def parse_slice(described: Mapping[str, Any]) -> dict[str, str]:
 
 
 def reports(text: str) -> dict[str, tuple[int, list[str]]]:
-  """Returns when each worker has last reported, and its words, by host.
+  """Returns, by host, the time and the words of the worker's last report.
 
   Args:
-    text: their lines, which may be read while they are written; those that are
-      cut off are left out.
+    text: the lines of the reports. They may be read while they are written, so
+      lines that are cut off are left out.
   """
   lines = [line.split() for line in text.splitlines()]
   return {
@@ -96,7 +97,7 @@ def reports(text: str) -> dict[str, tuple[int, list[str]]]:
 
 
 def read(address: str) -> str:
-  """Returns the text of objects; '' if there are none.
+  """Returns the text of the objects at an address; '' if there are none.
 
   Raises:
     CloudError: the bucket could not be read.
@@ -126,7 +127,7 @@ def delete(values: Mapping[str, Any], name: str, pause: float) -> None:
   """Deletes a slice, in up to five attempts, unless it is gone already.
 
   Raises:
-    CloudError: it may still be there.
+    CloudError: the slice may still exist.
   """
   for attempt in range(5):
     done = run(tpu_command(values, 'delete', name, '--force', '--quiet'))
@@ -144,8 +145,8 @@ def tpu_command(values: Mapping[str, Any], *words: str) -> list[str]:
 def run(words: list[str], data: bytes = b'') -> subprocess.CompletedProcess:
   """Runs a command in a session of its own.
 
-  So a signal of the terminal, such as Ctrl-C, does not reach the command. It
-  reaches this program alone, which decides what the signal ends.
+  So a signal of the terminal, such as Ctrl-C, does not reach the command. Only
+  this program gets the signal, and decides what the signal ends.
   """
   return subprocess.run(
     words, input=data, capture_output=True, check=False, start_new_session=True
@@ -162,7 +163,7 @@ def reason(done: subprocess.CompletedProcess[bytes]) -> str:
 
 
 def is_transient(line: str) -> bool:
-  """Returns whether another attempt may succeed, from the `reason` of one."""
+  """Returns whether a retry may succeed, given the `reason` of a failure."""
   return 'EXHAUSTED' not in line and bool(_PASSING.search(line))
 
 

@@ -63,11 +63,11 @@ class Line(NamedTuple):
   """A line of the report.
 
   Attributes:
-    check: what was measured. With the field {host} every host has a line,
-      otherwise the first host has it for all.
-    found, expected: what was found, and what `plan` assumes; numbers are in
-      `unit`.
-    unit: the unit of both.
+    check: the name of the measurement. If it has the field {host}, every host
+      has a line. Otherwise the first host has a line for all hosts.
+    found, expected: the result, and the value that `plan` assumes. Numbers are
+      in `unit`.
+    unit: the unit of both numbers.
   """
 
   check: str
@@ -128,7 +128,7 @@ def rates(subject: Subject) -> Iterator[Line]:
 
 
 def links(subject: Subject) -> Iterator[Line]:
-  """Measures what a device sends along each axis of the mesh."""
+  """Measures how fast a device sends along each axis of the mesh."""
   mesh, per_device = subject.mesh, 2**23  # float32 elements
   if not subject.limits:
     per_device = 2**16
@@ -190,8 +190,8 @@ def kernel_of_decoding(subject: Subject) -> Iterator[Line]:
     return
   B, K, H = 32, shape.num_kv_heads, shape.head_dim
   N = math.ceil(subject.config.env.max_length / live_pages_tpu.PAGE_SIZE)
-  # Each row has pages of its own and is half full: the kernel should read only
-  # half of all pages, and that half is what the rate counts.
+  # Each row has pages of its own and is half full. The kernel should read only
+  # half of all pages, and the rate counts only that half.
   lengths_B = jnp.full(B, N * live_pages_tpu.PAGE_SIZE // 2)
   pages = B * N
   kv = jax.jit(
@@ -262,11 +262,11 @@ def _rate(
   """Measures a rate, beside the limit of a device that has this name.
 
   Args:
-    subject: knows the limits.
-    name: what is measured.
-    amount: the operations or the bytes of a call.
-    run: makes a call. The first one warms up, and each measurement is of
-      several, so that starting them takes no part.
+    subject: the run, which has the limits of its devices.
+    name: the name of the measurement.
+    amount: the number of operations or of bytes of a call.
+    run: makes a call. The first call warms up. Each measurement is of several
+      calls, so that the time to start them hardly counts.
     of: the name of the limit.
   """
   jax.block_until_ready(run())
@@ -290,7 +290,7 @@ def measured(subject: Subject) -> tuple[list[Line], bool]:
     try:
       for line in check(subject):
         here.append(line)
-    except Exception as error:  # one broken check must not cost the report
+    except Exception as error:  # a check that fails must not cost the report
       failed = f'{check.__name__}, host {{host}}'
       here.append(Line(failed, hosts_lib.describe(error), _NO_ERROR))
     # This exchange also lets the hosts begin the next check together.

@@ -38,15 +38,16 @@ def _text(
 
   Args:
     pattern: the regular expression.
-    allowed: the rule in words, to follow "must be".
-    default: its default, None if it must be given; '' = it may be empty.
+    allowed: the rule in words that follow "must be".
+    default: the default of the option. None = the option must be given; '' =
+      its value may be empty.
   """
   parser = _Text(f'({pattern})?' if default == '' else pattern, allowed)
   return functools.partial(absl_flags.DEFINE, parser, default=default)
 
 
 # A line break or another control character would end a line of a script or of a
-# manifest, and what follows would be read as something else.
+# manifest, and the text after it would be read as a new line.
 _line = functools.partial(_text, '[^\x00-\x1f\x7f]+')
 _path = functools.partial(
   _text, '/[^\x00-\x1f\x7f]*', 'an absolute path in one line'
@@ -78,12 +79,15 @@ class Launcher:
   Attributes:
     template: the file of launch/templates that is rendered.
     submit: the command that takes the rendered text on its standard input. If a
-      word is {text}, the text is that word, and the command replaces this
-      process. () = launch/slices.py gives the text to its slices.
-    stop: the command that ends the run; () = Ctrl-C, or launch/slices.py.
-    options: name to definition, as for `command_line.flags`.
-    run_restarts: whether launch/run.sh starts a run again, and not the machines
-      it runs on.
+      word of the command is {text}, the text takes the place of this word, and
+      the command replaces this process. () = launch/slices.py gives the text to
+      its slices.
+    stop: the command that ends the run; () = Ctrl-C or launch/slices.py ends
+      it.
+    options: the definition of each option by its name, as for
+      `command_line.flags`.
+    run_restarts: whether launch/run.sh starts a failed run again, and not the
+      machines on which it runs.
   """
 
   template: str
@@ -209,7 +213,7 @@ LAUNCHERS = {
   ),
 }
 SWITCHES = {'dry_run': False, 'stop': False}
-# What the numbers of options count, because their rules name no unit.
+# The meaning and the unit of numbers, which the rules of these options lack.
 _COUNTED = {
   'wait': 'hours until a slice must be there',
   'max_hours': 'hours of all slices together',

@@ -35,9 +35,9 @@ def render(
 
   Args:
     name: the name of the launcher.
-    values: the values of its options, of config and of workdir.
+    values: the values of the launcher's options, of config and of workdir.
     overrides: keys of the config, as `command_line.parse` returns them.
-    source: what the workers run; None = they have the code.
+    source: the source that the workers run; None = they have the code already.
     array: the runs of an array of slurm.
   """
   launcher = launchers.LAUNCHERS[name]
@@ -97,7 +97,7 @@ def _fields(
     place = values['place'].rpartition('/')[0]
     # `patience` gives the launcher several polls to see that a run has ended,
     # before its workers delete the slice themselves. `delay` is the first pause
-    # between two tries of the setup; each pause is twice the one before.
+    # between two tries of the setup; each pause is twice the pause before.
     return {
       'patience': cloud.PATIENCE * values['poll'],
       'delay': -(-values['poll'] // 6),
@@ -123,7 +123,7 @@ def _fields(
 
 
 def _shared(values: Mapping[str, Any], place: str) -> tuple[list, list]:
-  """Returns mounts and volumes of pods; none if a place is in a bucket."""
+  """Returns the mounts and volumes of pods; [] if a place is in a bucket."""
   if '://' in place:
     return [], []
   claim = {'claimName': values['claim']}
@@ -134,10 +134,10 @@ def _shared(values: Mapping[str, Any], place: str) -> tuple[list, list]:
 
 
 def _fill(template: str, fields: Mapping[str, Any]) -> str:
-  """Returns a template with its fields.
+  """Returns a template in which values replace the fields.
 
-  `{{name}}` is quoted as the language of the file needs it, and
-  `{{name:plain}}` not at all.
+  The value of `{{name}}` is quoted by the rules of the file's language, and the
+  value of `{{name:plain}}` is not quoted.
   """
   text = (_TEMPLATES / template).read_text('utf-8')
 
@@ -157,7 +157,7 @@ def _fill(template: str, fields: Mapping[str, Any]) -> str:
 def flags_of_run(
   values: Mapping[str, Any], overrides: Mapping[str, str | bool]
 ) -> list[str]:
-  """Returns the flags of what the workers run."""
+  """Returns the flags of the command that the workers run."""
   flags = [f'--config={values["config"]}', f'--workdir={values["workdir"]}']
   if values['command'] != 'train':
     flags.append(f'--report={values["workdir"]}/report.json')
@@ -175,8 +175,9 @@ def _travelling(flag: str) -> str:
 def name_of(workdir: str) -> str:
   """Returns the name of the job that runs in a folder.
 
-  It ends with digits of the whole path: of two jobs of the same name, the
-  second would replace the first, or be stopped with it.
+  The name ends with digits of a hash of the whole path, because jobs of
+  different folders need different names: a second job of the same name would
+  replace the first job, or be stopped together with it.
   """
   path = pathlib.PurePosixPath(workdir)
   digits = digest(str(path))[:6]

@@ -1,7 +1,7 @@
 """Runs on slices of Cloud TPU: requests them, watches them, deletes them.
 
-All that is known of a run stands in its bucket, so that the same command goes
-on after an interruption of this program, on this machine or another one:
+All data about a run are in its bucket. So after an interruption of this program
+the same command goes on, on this machine or another machine:
 
   WORKDIR/launched               the digest of the command whose run is done:
                                  all workers have ended with 0
@@ -12,8 +12,8 @@ on after an interruption of this program, on this machine or another one:
                      /setup-*    the log of its setup
                      /log-*      the log of its run
 
-Several of these programs may follow one run: a slice is requested by the one
-that creates its record.
+Several of these programs may follow one run: the program that creates the
+record of a slice requests the slice.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ class Slices:
     Args:
       values: the values of the options, of config and of workdir.
       overrides: keys of the config, as `command_line.parse` returns them.
-      source: what the workers run.
+      source: the source that the workers run.
       config: the config as JSON.
     """
     self._values = values
@@ -72,10 +72,10 @@ class Slices:
     self._slice = accelerators.find(values['accelerator'])
     self.budget = budget.Budget(values, self._slice.chips)
     self._live: dict[str, Any] | None = None  # the record of the slice
-    # What the workers have reported last, and when that was new.
+    # The last reports of the workers, and when they were new.
     self._last_report = '', time.time()
-    self._last_line = ''  # what was printed of the slice
-    self._log_offset = 0  # how much of the log was printed
+    self._last_line = ''  # the last line about the slice
+    self._log_offset = 0  # the bytes of the log that were printed
 
   def name(self, number: int) -> str:
     """Returns the name of a slice, by its number from 1."""
@@ -115,7 +115,7 @@ class Slices:
     return cloud.tpu_command(v, *words)
 
   def follow(self) -> int:
-    """Runs until the run has ended; returns its exit code.
+    """Follows the run until it has ended; returns its exit code.
 
     No slice is left, unless the program is interrupted and keeps it.
     """
@@ -124,7 +124,7 @@ class Slices:
       raise KeyboardInterrupt(number)
 
     # A handler that raises ends any wait, and `finally` then deletes the slice.
-    # A launcher that just died would leave it, and it would be paid for.
+    # If the launcher died at once, the slice would remain and cost money.
     is_kept = False
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in signals:
@@ -168,7 +168,7 @@ class Slices:
         if self._live is None:
           self._request()
         code = self._look()
-      except cloud.CloudError as error:  # the network; it is asked again
+      except cloud.CloudError as error:  # a passing error: the loop tries again
         cloud.say(str(error))
       if code is not None:
         return code
@@ -211,7 +211,7 @@ class Slices:
 
     Raises:
       cloud.Ended: the budget is spent, or the request was refused.
-      CloudError: something could not be asked.
+      CloudError: a request to the cloud has failed.
     """
     records = self._records()
     if records and not records[-1]['ended']:  # another launcher requested it
@@ -222,7 +222,7 @@ class Slices:
     cloud.write(f'{self._place}/{self._source.name}', self._source.data)
     # The record is written before the request. If this program dies between the
     # two, the next program looks for a slice that does not exist. In the other
-    # order, it would not know of a slice that exists and is paid for.
+    # order, the next program would not know of a slice that costs money.
     number, asked = len(records) + 1, time.time()
     live = {'number': number, 'job': self._job, 'source': self._source.name}
     live |= {'asked': asked, 'active': 0.0, 'ended': 0.0, 'reason': ''}
@@ -243,13 +243,13 @@ class Slices:
     if 'ALREADY_EXISTS' in line:
       if self._describe(name)['place'] == self.folder(number):
         return  # the answer to the request was lost
-      self._live = None  # it is not ours, and so is not deleted
+      self._live = None  # the slice is not ours and must not be deleted
       self._record(live | {'ended': time.time(), 'reason': 'refused'})
       raise Refused(
         f'{name}: is a slice of another run; give another name with --name'
       )
     if cloud.is_transient(line):
-      cloud.say(line)  # it is looked for, and requested again
+      cloud.say(line)  # later looks find out whether the slice exists
       return
     is_wrong = re.search('PERMISSION_DENIED|INVALID_ARG|NOT_FOUND|login', line)
     raise Refused(line) if is_wrong else cloud.Ended(line)
@@ -259,7 +259,7 @@ class Slices:
 
     Raises:
       cloud.Ended: the run cannot go on.
-      cloud.CloudError: something could not be asked.
+      cloud.CloudError: a request to the cloud has failed.
     """
     live = self._live
     if live is None:
@@ -273,8 +273,8 @@ class Slices:
       self._last_report = text, now
     words = {host: words for host, (_, words) in cloud.reports(text).items()}
     self._show(state, words)
-    # It is paid for from now on. If that cannot be written, the next look finds
-    # `active` still 0 and writes it.
+    # The slice costs money from now on. If this cannot be written, `active` is
+    # still 0 at the next look, which writes it.
     if state == 'ACTIVE' and not live['active']:
       self._record(live | {'active': now})
       live['active'] = now
@@ -286,8 +286,8 @@ class Slices:
           f'{folder}/setup-{host}'
         )
     # After a code other than 0 and 75 every new start would end in the same
-    # way, so the run ends at once. After 0 and 75 the other workers are waited
-    # for.
+    # way, so the run ends at once. After 0 and 75 this program waits for the
+    # other workers.
     codes = [int(x[1]) for x in words.values() if x[0] == 'ended']
     if worst := max((x for x in codes if x not in (0, 75)), default=0):
       return worst
@@ -319,7 +319,7 @@ class Slices:
     return None
 
   def _describe(self, name: str) -> dict[str, str]:
-    """Returns what is known of a slice, empty texts if there is none."""
+    """Returns the facts about a slice; empty texts if it does not exist."""
     done = cloud.run(
       cloud.tpu_command(self._values, 'describe', name, '--format=json')
     )
@@ -332,14 +332,14 @@ class Slices:
     return f'{self._values["workdir"]}/launched'
 
   def _leave(self, reason: str, *, gone: bool = False) -> bool:
-    """Deletes the slice, and writes down that it is paid for no longer.
+    """Deletes the slice, and records that it costs no money any more.
 
     Args:
-      reason: why, for the record.
-      gone: whether it was taken away, perhaps when nobody looked.
+      reason: the reason, for the record.
+      gone: whether the slice was taken away, perhaps some time ago.
 
     Returns:
-      Whether it is gone.
+      Whether the slice is gone.
     """
     live, self._live = self._live, None
     if live is None:
@@ -367,7 +367,7 @@ class Slices:
     return deleted
 
   def _show(self, state: str, words: Mapping[str, list[str]]) -> None:
-    """Prints what has changed, and with --watch the log of the first host."""
+    """Prints the state if it is new, and with --watch the first host's log."""
     assert self._live is not None
     number = self._live['number']
     text = '; '.join(f'{x} {" ".join(y)}' for x, y in sorted(words.items()))

@@ -1,9 +1,9 @@
-"""The source of a run: an archive of the code and of what its config needs.
+"""The source of a run: an archive of the code and of files for its config.
 
-A worker unpacks it and runs it there. It has the files as they are on this
-machine, committed or not: the package, the config file, and those files of the
-current folder that the config has imported or names. The name of the archive
-has the hash of its content, so that equal sources have one name.
+A worker unpacks the archive and runs the code there. The archive has the files
+as they are on this machine, committed or not: the package, the config file, and
+the files of the current folder that the config has imported or names. The name
+of the archive has the hash of its content, so equal sources have one name.
 """
 
 import bz2
@@ -23,15 +23,16 @@ from stppo_jax import exits
 
 _ROOT = launchers.ROOT
 _PACKAGE = 'stppo_jax'
-# In a clone these are links of the package, in an installed one its folders.
+# In a clone, the package has links of these names. An installed package has
+# folders of these names.
 _LINKED = ('assets', 'configs')
 _FOLDERS = (*_LINKED, 'launch', 'studies', _PACKAGE)
 _LEFT_OUT = ('.pyc', '.png')
-_DIFF = 'source.diff'  # the commit, and what differs from it
+_DIFF = 'source.diff'  # the commit, and the changes since
 
 
 class Source(NamedTuple):
-  """An archive, tar and bzip2, and the name of its file."""
+  """An archive in the formats tar and bzip2, and the name of its file."""
 
   data: bytes
   name: str
@@ -42,7 +43,7 @@ def config_flag(config: str) -> str:
   file, colon, algorithm = config.partition(':')
   path = pathlib.Path(os.path.abspath(file))
   if not path.is_file():
-    return config  # one of the package
+    return config  # a config file of the package
   here = pathlib.Path.cwd()
   name = path.relative_to(here) if path.is_relative_to(here) else path.name
   return f'{name}{colon}{algorithm}'
@@ -55,11 +56,13 @@ def pack(
 
   Args:
     config: FILE.py[:ALGORITHM].
-    paths: the files and folders that it names, by their keys.
-    assets: whether the models that are installed with the package are in it.
+    paths: the files and folders that the config names, by their keys.
+    assets: whether the source has the models that are installed with the
+      package.
 
   Raises:
-    Misconfigured: a name that would mean nothing to a worker; a line for each.
+    Misconfigured: a path would mean nothing to a worker; the message has a line
+      for each such path.
   """
   files, errors = dict(_own()), []
   here = pathlib.Path.cwd()
@@ -102,21 +105,22 @@ def pack(
         archive.addfile(link)
       for name, path in sorted(files.items()):
         if name.startswith(tuple(f'{_PACKAGE}/{x}/' for x in _LINKED)):
-          continue  # it is there as a file of the folder that is linked
+          continue  # the folder to which the link leads has this file
         _add(archive, name, path.read_bytes(), os.access(path, os.X_OK))
       _add(archive, _DIFF, _difference(), False)
-    # bzip2 makes a quarter less than gzip of so many texts, and writes no time:
-    # equal files are equal bytes, whose hash is the name of the source.
+    # For so many texts, the result of bzip2 is a quarter smaller than that of
+    # gzip. bzip2 writes no time, so equal files give equal bytes, whose hash is
+    # in the name of the source.
     data = bz2.compress(raw.getvalue())
   digest = hashlib.sha256(data).hexdigest()[:16]
   return Source(data, f'source-{digest}.tar.bz2')
 
 
 def unpack(source: Source, folder: pathlib.Path) -> pathlib.Path:
-  """Unpacks a source into a folder of its own in `folder`; returns that one."""
+  """Unpacks a source into a new folder in `folder`; returns the new folder."""
   target = folder / source.name.partition('.')[0]
   # Several submissions may unpack the same source. Each writes a folder of its
-  # own, and only a whole one gets the name that jobs read.
+  # own, and only a complete folder gets the name that jobs read.
   part = target.with_name(f'{target.name}.{os.getpid()}')
   if not target.exists():
     with tarfile.open(fileobj=io.BytesIO(source.data)) as archive:
@@ -147,7 +151,7 @@ def _add(
 
 
 def _difference() -> bytes:
-  """Returns the commit of the clone and what differs; b'' without git."""
+  """Returns the clone's commit and the changes since; b'' without git."""
   if not (_ROOT / '.git').exists() or not shutil.which('git'):
     return b''
   words = ['git', '-C', _ROOT, 'show', '--no-patch', '--format=%H', 'HEAD']

@@ -43,7 +43,7 @@ _OF_ABLATE = ('config', 'workdir', 'seeds', 'groups', 'table', 'reuse')
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs what is left of a study and compares it; returns the exit code."""
+  """Makes the missing runs of a study, compares all; returns the exit code."""
   return command_line.program(_main, argv, __doc__)
 
 
@@ -74,7 +74,7 @@ def _main(argv: Sequence[str]) -> int:
     for name in runs:
       _bring(f'{out}/{name}', plan.folder / name)
   compared = study_runs.make(plan, is_dry=False, trains=False)
-  # What the launcher submits has not finished yet.
+  # The runs that the launcher has submitted have not finished yet.
   return exit_code or (compared if flags.on in ('local', 'tpu') else 0)
 
 

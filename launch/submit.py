@@ -42,7 +42,7 @@ from stppo_jax import streams
 from stppo_jax.commands.flags import command_line
 from stppo_jax.commands.flags import configuration
 
-# Folders of one machine, which no other sees and a new one does not have.
+# Folders that each machine has for itself.
 _OWN_FOLDERS = ('/tmp', '/var/tmp', '/dev/shm', '/run')
 _CANNOT_SHARE = ': workers cannot share it: each machine has its own'
 _ADDRESS = re.compile(r'gs://[a-z0-9][a-z0-9._-]+(/[A-Za-z0-9_.+-]+)+')
@@ -51,7 +51,7 @@ _NAMES = (
   'in lowercase and has three characters or more'
 )
 _SECRET = re.compile(r'(?i)\w*(token|secret|password|api_key)=|://[^/\s]*@')
-# The largest ConfigMap; its archive is written in base64.
+# The largest archive that fits into a ConfigMap, which has it in base64.
 _MOST_BYTES = 2**20 * 3 // 4
 
 
@@ -109,11 +109,11 @@ def _main(argv: Sequence[str], array: rendering.Array | None) -> int:
   require(words[0])
   if name == 'slurm' and source is not None and not values['stop']:
     source_lib.unpack(source, pathlib.Path(values['root'], rendering.SOURCES))
-    if '://' not in values['workdir']:  # it does not make the folder of logs
+    if '://' not in values['workdir']:  # Slurm does not make the folder of logs
       folder = pathlib.Path(values['workdir']).parent
       folder.mkdir(parents=True, exist_ok=True)
   if '{text}' in words:
-    # In the place of this process, so that signals reach it.
+    # The command replaces this process, so that signals reach the command.
     os.execvp(words[0], [text if w == '{text}' else w for w in words])
   return subprocess.run(words, input=text, text=True, check=False).returncode
 
@@ -143,16 +143,17 @@ def _check(
   """Checks the values of all flags, and completes them.
 
   Returns:
-    What the workers run, None if they have the code; and the config as JSON.
+    The source that the workers run, None if they have the code already; and the
+    config as JSON.
 
   Raises:
-    Misconfigured: some are missing or wrong; a line for each.
+    Misconfigured: flags are missing or wrong; the message has a line for each.
   """
   errors = list(given.errors)
   values = flags.flag_values_dict()
   workdir = values.get('workdir')
   if workdir and flags.command != 'train':
-    # A run refuses a folder in which there is anything before it begins.
+    # A run refuses a folder that is not empty before the run begins.
     workdir = flags.workdir = f'{workdir.rstrip("/")}.{flags.command}'
     values = flags.flag_values_dict()
   if workdir:
@@ -160,7 +161,8 @@ def _check(
     if '://' in workdir:
       workdir = flags.workdir = workdir.rstrip('/')
     errors += _workdir_problems(name, workdir, values.get('mount', ''))
-  # The default is the present folder, which is not refused even in /tmp.
+  # The default is the current folder, which is not refused even if it is in
+  # /tmp.
   if name == 'slurm' and flags['root'].present and _is_own(values['root']):
     errors.append(f'--root={values["root"]}{_CANNOT_SHARE}')
   overrides = {f'config.{key}': x for key, x in given.overrides.items()}
@@ -178,7 +180,7 @@ def _check(
     if key in ('config', 'workdir', *overrides) and not str(value).isprintable()
   ]
   if values.get('retriever') and not errors:
-    # Late: servers take a while to import, and few runs have one.
+    # Imported late: the import takes a while, and few runs have a retriever.
     from stppo_jax.commands import serve
 
     try:
@@ -246,7 +248,7 @@ def unchecked(
 
 
 def _conflicts(name: str, values: Mapping[str, Any]) -> list[str]:
-  """Returns why options do not fit each other."""
+  """Returns a line for each reason why options do not fit each other."""
   if name == 'local' and values['gpus'] % values['processes']:
     return [
       f'--processes={values["processes"]}: must divide '
@@ -276,7 +278,7 @@ def _conflicts(name: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _devices(name: str, values: Mapping[str, Any]) -> tuple[int, int]:
-  """Returns the number of machines, and of devices of each, 0 if unknown."""
+  """Returns the numbers of machines, and of devices of each; 0 if unknown."""
   if name == 'tpu':
     found = accelerators.find(values['accelerator'])
     return found.machines, found.chips // found.machines
@@ -325,7 +327,7 @@ def _workdir_problems(name: str, workdir: str, mount: str) -> list[str]:
 
 
 def _is_own(folder: str) -> bool:
-  """Returns whether a folder of this name is another one on each machine."""
+  """Returns whether each machine has a folder of its own at this path."""
   path = pathlib.PurePosixPath(folder)
   return any(path.is_relative_to(own) for own in _OWN_FOLDERS)
 

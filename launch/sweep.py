@@ -63,7 +63,7 @@ _SCRIPT = launchers.ROOT / 'launch' / 'run.sh'  # it writes a log of each run
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs what is left of a sweep; returns the exit code."""
+  """Makes the runs of a sweep that are left; returns the exit code."""
   return command_line.program(_main, argv, __doc__)
 
 
@@ -86,7 +86,7 @@ def parsed(
     **more: definitions of further flags.
 
   Raises:
-    Misconfigured: a line for every error.
+    Misconfigured: flags are wrong; the message has a line for each error.
   """
 
   def define(options: dict[str, Any]) -> absl_flags.FlagValues:
@@ -119,7 +119,8 @@ def _options(launcher: str) -> dict[str, Any]:
   if launcher == 'local':
     return {}
   options = dict(launchers.LAUNCHERS[launcher].options)
-  # Each run has a name of its own, and all spend one budget.
+  # A sweep lacks these options: each run has a name of its own, and all runs
+  # spend one budget.
   for key in ('command', 'name', 'reap', 'budget'):
     options.pop(key, None)
   return options
@@ -128,7 +129,7 @@ def _options(launcher: str) -> dict[str, Any]:
 def carry_out(
   flags: absl_flags.FlagValues, out: str, runs: Mapping[str, list[str]]
 ) -> int:
-  """Runs what is left of several runs, or shows or ends them.
+  """Makes the runs that are left, or shows or ends the runs.
 
   Args:
     flags: see `parsed`.
@@ -139,7 +140,7 @@ def carry_out(
     The exit code.
 
   Raises:
-    Misconfigured: runs cannot be submitted or ended; one line.
+    Misconfigured: runs cannot be submitted or ended; the message is one line.
     BucketError: the bucket cannot be read.
   """
   out, launcher = out.rstrip('/'), flags.on
@@ -219,7 +220,7 @@ def _follow(
   Args:
     out: the address of the runs, which spend one budget.
     left: the flags of the runs to start or to follow, by name.
-    jobs: how many slices there are at once.
+    jobs: the largest number of slices at a time.
     extra: options of the launcher.
 
   Returns:
@@ -243,7 +244,7 @@ def grid(file: str) -> dict[str, list[str]]:
   """Returns the flags of each run of a config file's sweep, by name.
 
   Raises:
-    Misconfigured: the file has no sweep, or one that is no dict of lists.
+    Misconfigured: the file has no sweep, or its sweep is no dict of lists.
   """
   start = f'--config={file}: '
   with exits.naming(f'--config={file}'):
@@ -270,7 +271,7 @@ def grid(file: str) -> dict[str, list[str]]:
 
 
 def _part(item: tuple[str, Any]) -> str:
-  """Returns what a key and its value add to the name of a run."""
+  """Returns the text that a key and its value add to the name of a run."""
   key, value = item
   return re.sub(r'[^\w.]+', '_', f'{key.rpartition(".")[2]}{value}', flags=re.A)
 
@@ -280,7 +281,7 @@ def _check(runs: Mapping[str, list[str]], ignored: Sequence[Any]) -> None:
 
   Args:
     runs: the flags of each run, by name.
-    ignored: what is not checked, see `submit.unchecked`.
+    ignored: the checks that are left out, see `submit.unchecked`.
   """
   named: dict[str, list[str]] = {}  # an error, and the runs that have it
   for name, flags in runs.items():
@@ -302,7 +303,7 @@ def _is_left(folder: str, *, runs_too: bool = False) -> bool:
 
   Args:
     folder: the folder of the run.
-    runs_too: whether one that runs now counts, too.
+    runs_too: whether a run that is in progress counts, too.
   """
   try:
     state = run_state.read(folder).state
@@ -311,7 +312,8 @@ def _is_left(folder: str, *, runs_too: bool = False) -> bool:
   if state != run_state.RUNNING or runs_too:
     return state != run_state.FINISHED
   # A killed process counts as running for two minutes, in which its heartbeat
-  # is new. But `train` takes over at once where it can see that it is gone.
+  # is new. But `train` takes over at once if it can see that the process is
+  # gone.
   held = lock.holder(pathlib.Path(folder))
   return held is not None and held[1] is False
 
@@ -372,7 +374,7 @@ def _array(
         f'--out={out}: runs of this sweep wait in the queue of Slurm; let them '
         'start, or take them out of it with --stop'
       )
-  # The array is one job; its flags are checked as those of its first run.
+  # The array is one job, for which only the flags of its first run are checked.
   command = ['slurm', *first, f'--name={name}', *extra]
   return submit.main(command, array=(list(left.values()), jobs))
 
