@@ -41,7 +41,7 @@ SHARES: Mapping[str, float] = {
 COLLECTING = ('extend', 'decode')
 BESIDE = (
   'the devices that only collect work while the other devices annotate, update '
-  'and publish, and a step lasts as long as the slower of the two groups'
+  'and publish, and a step lasts as long as the slower of the two kinds'
 )
 ASSUMPTIONS = (
   'every row has all its tokens; the shares of published rates are those that '
@@ -60,7 +60,7 @@ class Phase(NamedTuple):
 
   Attributes:
     operations: multiplications and additions, each counted once.
-    computed: multiplications and additions, including repeated ones.
+    computed: multiplications and additions, including repetitions.
     read: bytes read from the device's memory; 0 in phases in which products
       take longer than reading.
     traffic: bytes that the device sends.

@@ -21,7 +21,7 @@ numbers of the processes that take part; [] for all. The coordinator sends:
     {"stop": true}, {"failed": "...", "code": 75}     passed on to everybody
 
 A message is a line of JSON. The connection of a killed process ends, so the
-coordinator names that process to the others at once. A process that is stopped,
+coordinator names that process to all others at once. A process that is stopped,
 or whose machine hangs, keeps its connection but does not answer any more.
 
 jax has its own coordinator, which XLA needs. Its key-value store and barriers

@@ -19,7 +19,7 @@ from stppo_jax.parallel import hosts as hosts_lib
 Tree = Any
 
 START_TIMEOUT = 300.0  # seconds until all processes must be connected
-_PATIENCE = 3600.0  # seconds that a host may be later than the others
+_PATIENCE = 3600.0  # seconds that a host may be later than other hosts
 # The coordinator of this package notices lost hosts, and names them. If jax's
 # coordinator noticed a lost host first, it would end all other processes
 # without naming that host. So jax's time-out is one day.

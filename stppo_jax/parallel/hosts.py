@@ -5,9 +5,9 @@ through the coordinator (see `coordinator`), outside of compiled programs. So a
 host hears of an error or a signal on another host even while its own devices
 are busy.
 
-No host goes on without the others: if a host fails, every host prints the name
-of that host and ends. If the main thread of a process waits for the lost host
-in a compiled program, another thread ends the process.
+No host goes on without the other hosts: if a host fails, every host prints the
+name of that host and ends. If the main thread of a process waits for the lost
+host in a compiled program, another thread ends the process.
 
 With `mesh.collectors`, the last hosts of a run only collect trajectories, and
 the other hosts learn. The hosts that learn form one `Group`, and the hosts that

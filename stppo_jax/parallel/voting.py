@@ -38,7 +38,7 @@ def voted(
     hosts: the hosts of the run.
     interrupt: notices the signals of this host.
     patience: seconds for which a host that was interrupted or has failed waits
-      for the votes of the others; None: as long as for other exchanges.
+      for the votes of other hosts; None: as long as for other exchanges.
 
   Raises:
     Interrupted: raised on all hosts if one of them got a signal.

@@ -1,4 +1,4 @@
-"""Lets some hosts only collect while the others learn (`mesh.collectors`).
+"""Lets some hosts only collect while others learn (`mesh.collectors`).
 
 A host that only collects works like the collecting side of any run, see
 `prefetch`, but its weights come over the network (`follow`). On the hosts that
@@ -319,7 +319,7 @@ def follow(
         older = range(1, steps_ahead + 1)
         prefetcher.restore(step, [policies[max(0, step - n)] for n in older])
       prefetcher.schedule(step, policies[step])
-      policies = {step: policies[step]}  # the prefetcher keeps older ones
+      policies = {step: policies[step]}  # the prefetcher has older policies
       try:
         prefetcher.result(step)
       except Exception as error:

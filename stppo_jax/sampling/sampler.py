@@ -7,8 +7,8 @@ So neither the slot, nor the batch, nor the order of events changes the token.
 
 Truncation limits the tokens to sample from. `top_k` is the number of most
 probable tokens that are kept. `top_p` is the probability that the kept tokens
-must hold together, where as few tokens as possible are kept, the most probable
-ones. `min_p` is the least probability of a kept token, divided by the largest
+must hold together: the most probable tokens are kept, as few as possible.
+`min_p` is the least probability of a kept token, divided by the largest
 probability. The three rules apply in this order, each to the tokens that the
 previous rule has kept. Sources: top_p, arXiv 1904.09751; min_p, arXiv
 2407.01082.

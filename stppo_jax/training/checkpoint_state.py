@@ -282,8 +282,8 @@ def _check_base(
   """Raises `OtherBase` if the step was trained with other frozen weights."""
   if frozen and host[_BASE] != _fingerprints(frozen):
     raise OtherBase(
-      f'the weights under the adapters are not those that step {step} was '
-      'trained with: restore the files of model.path, or use another workdir'
+      f'step {step} was trained with other weights under the adapters: '
+      'restore the files of model.path, or use another workdir'
     )
 
 

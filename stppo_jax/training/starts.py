@@ -256,7 +256,7 @@ def _copy_value(
 def _with_value(
   state: state_lib.TrainState, workdir: pathlib.Path
 ) -> tuple[state_lib.TrainState, str]:
-  """Returns the state with the copied value model, if there is one that fits.
+  """Returns the state with the copied value model, if a fitting one exists.
 
   Args:
     state: the state, whose value model starts from the policy.

@@ -43,7 +43,7 @@ class Grown(NamedTuple):
     number: how often the file was rewritten as a whole.
     size: the number of bytes of the file that are in the bucket.
     checksum: the checksum of these bytes.
-    parts: the names of all parts, including outdated ones.
+    parts: the names of all parts, outdated or not.
   """
 
   number: int = 0

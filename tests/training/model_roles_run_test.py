@@ -158,7 +158,7 @@ def test_another_base_is_refused(tmp_path):
   norm = {'scale': 1.5 * start.frozen['norm']['scale']}
   other = dataclasses.replace(start, frozen=start.frozen | {'norm': norm})
   with pytest.raises(
-    checkpoint_state.OtherBase, match='not those that step 3'
+    checkpoint_state.OtherBase, match='step 3 was trained with other'
   ) as caught:
     checkpoint_state.newest(checkpoints, learner, other)
   checkpoints.close()

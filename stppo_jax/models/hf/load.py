@@ -114,7 +114,7 @@ def end_token_ids(directory: str | pathlib.Path) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [value]
     if not all(type(i) is int and i >= 0 for i in ids):
       raise ValueError(
-        f'{path}: eos_token_id={value!r}: must be a token id, or a list of them'
+        f'{path}: eos_token_id={value!r}: must be a token id or a list of ids'
       )
     return tuple(ids)
   return ()

@@ -82,7 +82,7 @@ class Checkpointer:
     """Opens the folder `workdir/checkpoints`; makes it if not `read_only`.
 
     Args:
-      workdir: the run's folder, or a folder that stands for one in a bucket.
+      workdir: the run's folder, or its stand-in for a folder in a bucket.
       keep: the number of newest steps to keep, in addition to the step with the
         best score. None keeps all steps.
       keep_every: steps that are multiples of this number are kept too. 0 keeps

@@ -56,7 +56,7 @@ class EngineClient:
     Args:
       url: an http or https URL; a /v1 at its end is dropped.
       timeout: the number of seconds per attempt.
-      retries: the most attempts after the first one of a request.
+      retries: the most attempts after the first attempt of a request.
 
     Raises:
       ValueError: if the URL is not valid; the message is one line.

@@ -61,7 +61,7 @@ async def connect(
   if not dialect.tempered and temperature != 1:
     raise client_lib.EngineUnsuited(
       f'{client.url} ({kind}) reports log-probabilities at temperature 1, '
-      f'which are not those at temperature={temperature}'
+      f'but the run samples at temperature={temperature}'
     )
   served = ServedModel(client, model, dialect)
   try:

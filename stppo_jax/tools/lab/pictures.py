@@ -170,6 +170,6 @@ def values_page(
       )
     axes.set_xticks(correlated.turns)
     axes.set_xlabel('turn')
-    axes.set_title('Correlation of advantages with sampled ones')
+    axes.set_title('Correlation of advantages with sampled advantages')
     axes.legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
   return page

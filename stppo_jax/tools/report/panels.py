@@ -173,8 +173,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     ),
     'Share of the peak': (
       'perf/mfu perf/hfu',
-      'Operations of the updates over the peak of the devices; hfu counts '
-      'those that are done again.',
+      'Operations of the updates over the peak of the devices; hfu also counts '
+      'repeated operations.',
     ),
     'Memory': (
       'perf/max_memory_allocated_gb perf/max_memory_host_gb',
@@ -182,7 +182,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     ),
     'Staleness': (
       'rollout/staleness*',
-      'Steps between the policy that wrote a turn and the one that is trained.',
+      'Steps between the policy that wrote a turn and the policy that learns.',
     ),
   },
   'Alarms': {'Alarms': ('alarm/*', 'See the table of alarms at the top.')},
