@@ -88,8 +88,8 @@ def gains(
   Returns:
     float [B, T - 1], p after turn k's observation minus p before the turn,
     where p is the exponential of the mean log-probability. The gain is 0 if one
-    of the two probes is empty. It is not finite if one of the two
-    log-probabilities is not finite.
+    of the two probes is empty. Otherwise it is nan if one of the two
+    log-probabilities is nan.
   """
   p_BT = np.exp(logprobs.astype(np.float64)).reshape(-1, num_turns)
   exists_BT = (np.asarray(lengths) > 0).reshape(-1, num_turns)

@@ -108,14 +108,14 @@ _Pending = dict[concurrent.futures.Future, tuple[int, types.GeneratedTurn]]
 class Overlong:
   """Computes the soft punishment of overlong trajectories.
 
-  The formula is Eq. 13 of arXiv 2503.14476. The loss depends on the length of
-  the whole trajectory, because observations fill the context too. (In DAPO it
-  depends on the length of the answer, the only turn.)
+  The punishment is Eq. 13 of arXiv 2503.14476, applied to the length of the
+  whole trajectory, because observations fill the context too. (In DAPO it is
+  applied to the length of the answer, the only turn.)
 
   Attributes:
     weight: the reward that a trajectory of `max_length` loses.
     max_length: the longest trajectory, in tokens.
-    interval: the tokens before `max_length` over which the loss grows from 0.
+    interval: tokens before `max_length` in which the punishment grows from 0.
   """
 
   weight: float
@@ -148,7 +148,7 @@ class Collector:
     max_turn_tokens: the most tokens of a turn.
     max_observation_tokens: the most tokens of an observation. The body of a
       longer one is cut, never its closing tag.
-    group_size: the number of trajectories of each question.
+    group_size: the number of trajectories of a question, with the same prompt.
     overlong: the punishment of long trajectories; None if there is none.
     reward_function: computes one more reward of a trajectory, if given.
   """
@@ -200,7 +200,7 @@ class Collector:
     return self._engine.statistics()
 
   def finish(self) -> None:
-    """Waits until all hosts have finished collecting, see `Engine.finish`."""
+    """Lets hosts that share the engine finish too, see `Engine.finish`."""
     self._engine.finish()
 
   def _run(self, rows: Sequence[_Row], keys, *, greedy: bool) -> None:
@@ -241,7 +241,7 @@ class Collector:
         )
 
   def _answered(self, pending: _Pending) -> list[concurrent.futures.Future]:
-    """Returns futures of answered turns; waits for one if no row decodes."""
+    """Returns answered turns' futures; waits for one if the engine is idle."""
     if not self._engine.busy:
       done, waiting = concurrent.futures.wait(
         pending, return_when=concurrent.futures.FIRST_COMPLETED

@@ -147,7 +147,7 @@ class Collectors(prefetch.Policies):
   def complete_metrics(
     self, metrics: dict[str, float], step: int
   ) -> dict[str, float]:
-    """Returns the metrics of a step over all hosts that learn."""
+    """Returns the metrics of a step; on the first host, over all hosts."""
     return steps_lib.measured(
       self._hosts, self._first_groups, metrics, step, self._environment
     )

@@ -162,8 +162,8 @@ def loss_positions(loss_mask_BL: np.ndarray, most: int = 0) -> np.ndarray:
 
   Args:
     loss_mask_BL: the tokens that are trained on.
-    most: the largest number of such tokens in a row of any host; 0 if there are
-      no other hosts.
+    most: the largest number of such tokens in a row of any host; it may be 0 if
+      there are no other hosts.
   """
   length = loss_mask_BL.shape[1]
   counts_B = loss_mask_BL.sum(axis=1)
@@ -336,7 +336,7 @@ class SentenceSplitter:
 
   def __init__(self, token_bytes: Sequence[bytes]):
     ends = [any(end in piece for end in _ENDS) for piece in token_bytes]
-    # The last entry is for ids beyond the vocabulary.
+    # The last entry is for ids beyond `token_bytes`, which end no sentence.
     self._ends_V = np.array([*ends, False])
 
   def __call__(self, token_ids: np.ndarray) -> np.ndarray:

@@ -47,8 +47,8 @@ class EngineOptions:
     decode_chunk: the most tokens of a row that one call decodes.
     early_exit: a chunk ends once this share of its turns has ended. It has no
       effect if `deterministic`.
-    lookahead: the number of chunks that are started ahead of the chunk whose
-      result is read next.
+    lookahead: the number of further chunks that are started before the result
+      of the oldest chunk is read.
     deterministic: whether every program runs on all slots, so that the bits of
       a row do not depend on when observations arrive. With `turn_swaps` never,
       new rows are then admitted only when all slots are free.

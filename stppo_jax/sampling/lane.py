@@ -306,12 +306,12 @@ class Lane:
     `lookahead` further chunks are started before the oldest result is read.
 
     Otherwise two chunks are in flight, so that the device need not wait for the
-    host. A chunk reads as many pages of each row as its longest row needs, so a
-    batch is a chosen row and the rows closest to that row in length. While rows
-    wait for a slot (`queued`), the row is chosen whose last chunk, or whose
-    turn, was begun longest ago: new rows are short, and if the shortest row
-    went first, new rows would overtake all others for ever. Once the queue is
-    empty, the shortest row is chosen, which has most tokens ahead of it. All
+    host. A chunk may read as many pages of each row as its longest row needs,
+    so a batch is a chosen row and the rows closest to that row in length. While
+    rows wait for a slot (`queued`), the row is chosen whose last chunk, or
+    whose turn, was begun longest ago: new rows are short, and if the shortest
+    row went first, new rows would overtake all others for ever. Once the queue
+    is empty, the shortest row is chosen, which has most tokens ahead of it. All
     rows then end at about the same time. Otherwise a few rows would be left at
     the end, and the device would be idle while they wait for the retriever.
     """

@@ -119,7 +119,9 @@ class Lowering:
     )
 
   def publish(self) -> list[tuple[Any, int]]:
-    """Lowers the programs that copy the trained weights to the engine.
+    """Lowers the programs that copy the trained weights for the engine.
+
+    These programs run on the devices of training.
 
     Returns:
       Pairs of a program and the number of times that it runs.

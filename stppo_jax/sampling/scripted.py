@@ -70,7 +70,7 @@ class ScriptedEngine:
     """Does nothing, because no other host takes part."""
 
   def poll(self) -> dict[int, types.GeneratedTurn]:
-    """Returns the next turn of every generating row, cut to fit its row."""
+    """Returns the next turn of each generating row, cut to the token limits."""
     ended = {}
     for row in sorted(self._generating):
       script, turn = self._scripts[row], self._turns[row]

@@ -42,7 +42,7 @@ class SlotDriver:
   Attributes:
     slots: the number of slots, S.
     compacts: whether programs run on the active slots only.
-    batch_rows: the most slots in a call of a program.
+    batch_rows: the most active slots in a call of a program.
     shards: the number of devices that slots and pages are divided over. Device
       d has slots / shards adjacent slots, of which the first is d * slots /
       shards.
@@ -99,7 +99,7 @@ class SlotDriver:
         )
 
   def copy(self, copies: Mapping[int, slot_calls.CopyPrompt]) -> None:
-    """Starts turns in slots that take over the prompts of other slots.
+    """Starts turns in slots that begin with copies of other slots' prompts.
 
     A program reads all prompts of a batch before it overwrites any slot.
     """
@@ -279,7 +279,8 @@ class SlotDriver:
     for place, append in zip(active.places, appends.values()):
       token_ids = append.token_ids[first : first + C]
       # The turn begins after the last chunk. Until then, a budget of -1 leaves
-      # the slot as its last turn left it, and `decode` generates nothing there.
+      # the slot in the state of a turn that has ended, in which `decode`
+      # generates no token.
       last = first + C >= len(append.token_ids)
       batch.tokens_AC[place, : len(token_ids)] = token_ids
       batch.counts_A[place] = len(token_ids)

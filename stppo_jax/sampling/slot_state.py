@@ -94,7 +94,7 @@ def copy_prompts(
   *,
   mesh: jax.sharding.Mesh,
 ) -> SlotState:
-  """Starts turns in slots that take over the prompts of other slots.
+  """Starts turns in slots that begin with copies of other slots' prompts.
 
   The full pages of a prompt are not copied: the host has listed these pages for
   both slots. The last page, which the prompt fills only in part, is copied,

@@ -58,7 +58,7 @@ class Tokenizer:
     eos_id: the id of the end-of-sequence token.
     vocab_size: the number of token ids, which are 0 to vocab_size - 1.
     added_literals: the texts of the added tokens, special or not.
-    prompts: makes prompts; `with_prompts` sets its options.
+    prompts: makes prompts, with the options that `with_prompts` was given.
   """
 
   def __init__(self, fast: fast_tokenizers.PreTrainedTokenizerFast):

@@ -27,9 +27,9 @@ class EngineError(Exception):
 
 
 class EngineUnreachable(exits.RunEnded):
-  """Raised if no server is ready, or none loads the weights, in time.
+  """Raised if the server is not ready in time, or does not load the weights.
 
-  A server may be ready later. The message is one line.
+  A later attempt may succeed. The message is one line.
   """
 
 

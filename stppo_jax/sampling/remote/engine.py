@@ -8,9 +8,9 @@ tokens that the server wrote after the end are cut off.
 
 `publish` writes weights as safetensors to a folder in the directory of
 temporary files (TMPDIR), which the server must be able to read. The server
-loads the weights at the beginning of the next collection, if it does not
-already report their label. So several engines may share a server, and a server
-that was restarted gets the weights again.
+loads the weights at the beginning of a collection, unless it already reports
+their label. So several engines may share a server, and a server that was
+restarted gets the weights again.
 """
 
 import collections
@@ -297,7 +297,8 @@ class RemoteEngine:
     try:
       written = future.result()
     except client_lib.EngineError as error:
-      if not self._num_failures:  # Only the first failure is logged.
+      # Only the first failure since the last call of `statistics` is logged.
+      if not self._num_failures:
         logging.getLogger(__name__).warning('a turn failed: %s', error)
       self._num_failures += 1
       return None
