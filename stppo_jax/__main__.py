@@ -24,7 +24,7 @@ from stppo_jax import interruption
 from stppo_jax import streams
 
 # All other modules are imported inside functions. Their imports take seconds,
-# and by then `main` must already handle signals.
+# and `main` must already handle signals during these seconds.
 
 # These commands keep their compiled programs in their workdir. All other
 # commands keep them in `_cache_folder()`.

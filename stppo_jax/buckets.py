@@ -267,7 +267,8 @@ class Bucket:
     Args:
       name: the name of the object.
       data: the new content.
-      generation: the expected generation; 0 means that no object must exist.
+      generation: the expected generation; 0 means that the object must not
+        exist.
 
     Returns:
       The new generation. None if the object has another generation, in which
@@ -331,8 +332,8 @@ def local_folder(place: str | pathlib.Path) -> pathlib.Path:
 
   A path is returned as it is. The objects below an address are downloaded into
   ~/.cache/stppo_jax (or $XDG_CACHE_HOME/stppo_jax). Only one process of a
-  machine downloads at a time, and objects that have not changed since the last
-  download are not downloaded again.
+  machine downloads an address at a time, and objects that have not changed
+  since the last download are not downloaded again.
 
   Args:
     place: a path, or an address.

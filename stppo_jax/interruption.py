@@ -297,7 +297,7 @@ def end_process(exit_code: int) -> None:
 
 
 def _is_importing(frame: types.FrameType | None) -> bool:
-  """Returns whether a frame runs inside an import statement."""
+  """Returns whether a frame runs while a module is being imported."""
   while frame is not None:
     if frame.f_code.co_filename == _IMPORTLIB:
       return True

@@ -150,9 +150,10 @@ class Updater:
     The assignment of microbatches to workers does not depend on timing, so
     equal calls give equal bits.
 
-    The first call for given shapes runs all workers in the calling thread, one
-    after the other. So a program is compiled once, and not by all threads at
-    the same time.
+    Each worker needs a thread, because calls from a single thread would run one
+    after the other. The first call for given shapes does run all workers in the
+    calling thread. So a program is compiled once, and not by all threads at the
+    same time.
 
     Args:
       function: maps the list of a worker's microbatches to a pytree.

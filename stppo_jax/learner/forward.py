@@ -269,7 +269,7 @@ def _maps(
   of = lambda x_sb: jnp.take_along_axis(x_sb, number_sp, axis=1)
   position_sp = places_p[None] - of(starts_sb)
   # No token stands before the first trajectory, where `position_sp` is
-  # negative, and in a gap behind a trajectory, where it is too large.
+  # negative, or in a gap behind a trajectory, where it is too large.
   text_sp = (position_sp >= 0) & (position_sp < of(lengths_sb))
   only = lambda x_sp: jnp.where(text_sp, x_sp, 0)
   source_sp = jnp.where(text_sp, number_sp * L + position_sp, b * L)

@@ -115,7 +115,7 @@ class Learner:
       config.loss.value_warmup_steps, config.loss.value_warmup_patience
     )
     self.num_microbatches = 0
-    # A reference to the batch of the last `_packed`, and its rows' lengths.
+    # A reference to the batch of the last `_packed`, and its `programs.sizes`.
     self._sized: tuple[Any, Any] = lambda: None, None
     self.programs = programs_lib.build(
       spec,

@@ -50,8 +50,9 @@ class Models(NamedTuple):
       shared backbone, and for an algorithm that uses no values.
     value_path: the directory whose weights the value model starts from; with ''
       the value model starts from the policy's layers.
-    gathers_base: whether a program gathers the frozen base onto every device
-      once, instead of gathering each layer in every pass.
+    gathers_base: whether a program gathers the frozen base over the mesh axis
+      fsdp once, and holds the result, instead of gathering each layer in every
+      pass. The embedding stays sharded.
   """
 
   policy: functional.Model

@@ -196,7 +196,8 @@ def apply_gradient(
     `lr`.
   """
   norm = optax.tree.norm(gradient)
-  # torch's clipping also adds 1e-6, and tests compare updates with torch.
+  # torch's clipping also adds 1e-6, and `benchmarks/torch_update.py` compares
+  # updates with torch.
   scale = jnp.minimum(1.0, hyperparameters.max_grad_norm / (norm + 1e-6))
   gradient = jax.tree.map(lambda g: g * scale, gradient)
   direction, state = optimizer.update(gradient, state, params)

@@ -136,9 +136,9 @@ def updating(
     layout=layout,
     # The weights are donated, so that no second copy of them is made.
     init=jit(init, donate_argnums=(0, 3), out_shardings=layout),
-    # The shardings of the result are given. For an updated
-    # state, the compiler might choose other shardings than for a new or a
-    # restored state, and then the update would compile twice.
+    # The shardings of the result are given. For an updated state, the compiler
+    # might choose other shardings than for a new or a restored state, and then
+    # the update would compile twice.
     update=jit(
       update_rows,
       donate_argnums=0,
@@ -152,8 +152,8 @@ def sizes(batch: Any) -> tuple[Any, Any]:
   """Returns the numbers of tokens and of loss tokens of trajectories or pairs.
 
   Args:
-    batch: a `TokenBatch` or a `PairBatch` of traced or numpy arrays. The
-      results are arrays of the same kind.
+    batch: a `TokenBatch`, a `PairBatch` or `forward.Inputs`, of traced or numpy
+      arrays. The results are arrays of the same kind.
   """
   total = lambda x: x.reshape(len(x), -1).sum(axis=1, dtype='int32')
   if isinstance(batch, batch_lib.PairBatch):

@@ -227,7 +227,7 @@ def apply_gradients(
 def summarize(outputs: Sequence[LossOutputs]) -> dict[str, float]:
   """Returns the metrics of a step from the outputs of its updates.
 
-  Scalar metrics are averaged over the updates. Diagnostics of ratios are means
+  Scalar metrics are averaged over the updates. Diagnostics of ratios are formed
   over the tokens of all updates together.
   """
   metrics, diagnostics = zip(*jax.device_get(outputs))

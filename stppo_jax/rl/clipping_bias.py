@@ -2,7 +2,7 @@
 
 B trajectories, L tokens, T turns. The PPO gradient is the off-policy gradient
 minus the part that clipping removes, C = E[1{clipped} w A grad log pi]. For the
-ratio w with its bounds, and advantages A of either sign, let
+ratio w with its bounds, and whatever the sign of the advantage A, let
 
   U = policy tokens with w outside the bounds
   V = policy tokens with w inside the bounds

@@ -105,7 +105,7 @@ def latest(x_BL: Array, step_mask_BL: Array) -> Array:
 
 
 def turns_so_far(batch: batch_lib.TokenBatch) -> Array:
-  """Returns for each token the id of the latest turn; 0 before turn 1."""
+  """Returns the latest turn id at or before each token; 0 before turn 1."""
   return jax.lax.cummax(_turn_ids(batch), axis=1)
 
 

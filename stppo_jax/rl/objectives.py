@@ -118,7 +118,7 @@ def soft_gate(
 
 @options_lib.dataclass
 class Quadratic(options_lib.Named):
-  """Options of `quadratic`; threshold: the |pi - pi_old| of gradient 0."""
+  """Options of `quadratic`; threshold: sign(A) (pi - pi_old) at gradient 0."""
 
   threshold: float = options_lib.number(above=0.0)
 

@@ -284,7 +284,7 @@ class Gigpo(group_advantages.Group):
   outcome_weight: float = options_lib.number()
   gamma: float = options_lib.number(at_most=1.0)
   history: int = options_lib.count()
-  # A larger power would weigh only the longest history, and float32 overflow.
+  # Above 10, only the longest history would count, and float32 could overflow.
   power: float = options_lib.number(at_most=10.0)
   normalize: str = options_lib.one_of(masking.NORMALIZATIONS)
   outcome_counts: str = options_lib.one_of(OUTCOME_COUNTS)
