@@ -6,10 +6,10 @@ size of a head. Heads are shared as in grouped-query attention (Ainslie et al.,
 2023, arXiv 2305.13245).
 
 `attention` computes the definition: it takes any mask and runs on every
-platform. Whole sequences use `causal_attention`, which computes long sequences
-in tiles (`blockwise`) or by a fused kernel (`fused_attention`). Tiles and fused
-kernels support causal masks only, with or without a window. A KV cache is read
-by `attend_to_slices`, or by a kernel of the package `kernels`.
+platform. Whole sequences use `causal_attention`, which uses a fused kernel
+(`fused_attention`) or computes long sequences in tiles (`blockwise`). Tiles and
+fused kernels support causal masks only, with or without a window. A KV cache is
+read by `attend_to_slices`, or by a kernel of the package `kernels`.
 """
 
 from collections.abc import Callable, Sequence
@@ -171,7 +171,7 @@ def attend_to_slices(
 
 
 def _added(one: _Sums, other: _Sums) -> _Sums:
-  """Returns the partial results of two disjoint sets of keys combined."""
+  """Returns the float32 partial results of two disjoint key sets together."""
   largest = jnp.maximum(one[2], other[2])
   scales = [jnp.exp(x[2] - largest) for x in (one, other)]
   mixed, total = (one[n] * scales[0] + other[n] * scales[1] for n in (0, 1))

@@ -232,7 +232,8 @@ def backward(
 class _Layout(NamedTuple):
   """Names the mesh axes that arrays are sharded along.
 
-  A mesh axis is left out if its size does not divide the axis of the array.
+  If the mesh axes of a dimension do not divide its size, the dimension is not
+  sharded, see `activations.fitting`.
 
   Attributes:
     mesh: the mesh; None: one device.

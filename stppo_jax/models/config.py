@@ -4,15 +4,15 @@ from collections.abc import Mapping
 import dataclasses
 import itertools
 
-# Three kinds of fields of a `ModelConfig`: fields that only the export reads;
-# fields that choose how a function is computed, but do not change its result;
-# and fields that only a dense MLP or only a mixture of experts has.
+# Kinds of fields of a `ModelConfig`: fields that only the export reads; fields
+# that say how to compute a function, and with which precision, but not which
+# function; and fields that only a dense MLP or only a mixture of experts has.
 _FOR_EXPORT = ('family', 'max_position_embeddings', 'router_aux_loss_coef')
 _PROGRAM = ('dtype', 'remat', 'scan_unroll', 'attention', 'moe', 'cache')
 _OF_DENSE = ('intermediate_size',)
 _OF_EXPERTS = ('num_experts_per_tok', 'moe_intermediate_size', 'norm_topk_prob')
 
-# The fields of `RopeScaling` that each kind of rope scaling uses.
+# The fields of `RopeScaling` that each kind of rope scaling has in a file.
 ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
   'linear': ('factor',),
   'dynamic': ('factor',),
@@ -47,8 +47,9 @@ class RopeScaling:
   number of full rotations within the original length.
 
   Attributes:
-    rope_type: a key of `ROPE_FIELDS`, which lists the fields that the type
-      uses.
+    rope_type: a key of `ROPE_FIELDS`, which lists the fields that the type has
+      in a `config.json`. 'dynamic' also uses the original length, and 'dynamic'
+      and 'longrope' also use `length`.
     factor: the number that divides the angles; for 'dynamic', how fast theta
       grows with the length.
     low_freq_factor, high_freq_factor: for 'llama3', a pair with at most

@@ -73,7 +73,7 @@ def attention_operations(
 
 
 def seen_keys(shape: model_config.ModelConfig, length: float) -> float:
-  """Returns the average number of keys that a token sees, over all layers."""
+  """Returns how many keys a token sees on average, summed over all layers."""
   windows, keys = shape.layer_windows, 0.0
   for window in set(windows):
     # The first tokens of a row see all tokens before them. The later tokens see

@@ -82,7 +82,8 @@ class Lora:
 def _matching(patterns: Iterable[str], name: str, default: float) -> float:
   """Returns the number of the first pattern that fits a name, or the default.
 
-  A pattern is 'EXPRESSION=NUMBER'; it fits if the name has its expression.
+  A pattern is 'EXPRESSION=NUMBER'. It fits if its regular expression is found
+  in the name.
   """
   for pattern in patterns:
     expression, _, number = pattern.rpartition('=')
@@ -154,7 +155,10 @@ def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
 
 
 def join(one: Params, other: Params) -> Params:
-  """Returns one tree with the leaves of both trees; no array is copied."""
+  """Returns one tree with the leaves of both trees; no array is copied.
+
+  The two trees share no leaf.
+  """
   leaves = traverse_util.flatten_dict(one) | traverse_util.flatten_dict(other)
   return traverse_util.unflatten_dict(leaves)
 

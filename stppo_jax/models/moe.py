@@ -201,9 +201,9 @@ def grouped(
 
   On a mesh every device sorts the tokens of its own rows by expert. The device
   has all experts, but of each expert only a slice along F. So no token moves to
-  another device. The exception is a mesh with an axis `expert`. Devices along
-  this axis hold different experts, and each token moves to the devices of its
-  experts, see `dispatch`.
+  another device. The exception is a mesh with several devices along `expert`.
+  These devices hold different experts, and each device all-gathers the tokens
+  along `expert`, see `dispatch`.
 
   Args:
     x_BLD, ids_BLE, weights_BLE, kernels, mesh: see `MixtureOfExperts`.
@@ -336,8 +336,9 @@ def _routing(
   )
 
 
-# Rows of a tile of the kernel. With fewer rows, more tiles start. With more
-# rows, more of them are masked: each matrix in a tile computes the whole tile.
+# Rows of a tile of the kernel. With fewer rows, the kernel starts more often.
+# With more rows, it masks more rows, because a tile is computed again for every
+# matrix that has rows in the tile.
 _ROWS = 256
 # The most columns of a tile, by the bytes of a number. The kernel holds a tile
 # of float32 sums and two tiles of results, which must fit in 16 MiB.

@@ -40,8 +40,9 @@ SHARES: Mapping[str, float] = {
 # The phases of a step in which devices collect trajectories.
 COLLECTING = ('extend', 'decode')
 BESIDE = (
-  'the devices that only collect work while the other devices annotate, update '
-  'and publish, and a step lasts as long as the slower of the two kinds'
+  'the devices that only collect trajectories work while the other devices '
+  'annotate, update and publish, and a step lasts as long as the slower of the '
+  'two kinds'
 )
 ASSUMPTIONS = (
   'every row has all its tokens; the shares of published rates are those that '
@@ -99,7 +100,8 @@ class Work:
     trained: number of weights that are trained, without the embedding and the
       output matrix.
     itemsize: bytes of a number in the computations.
-    decode_steps: calls of the model in which a device decodes all its rows.
+    decode_steps: number of calls of the model that a device needs to decode all
+      its rows.
     decode_rows: rows of a device in such a call.
     engine_weights: bytes of the engine's weights on a device.
     engine_cache: bytes of the engine's KV cache on a device.

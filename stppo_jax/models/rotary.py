@@ -6,10 +6,10 @@ i + H/2 of a head are a pair. A pair turns by the angle
 
     position * theta^(-2i / H)
 
-If a text is longer than the texts that a model was first trained on, scaling
-reduces the angles. 'linear' reduces the angles of all pairs alike (Chen et al.,
-2023). 'llama3' (Dubey et al., 2024) and 'yarn' (Peng et al., 2023) reduce
-mostly the angles of pairs that turn slowly within the original length.
+Scaling reduces the angles, so that texts may be longer than the texts that a
+model was first trained on. 'linear' reduces the angles of all pairs alike (Chen
+et al., 2023). 'llama3' (Dubey et al., 2024) and 'yarn' (Peng et al., 2023)
+reduce mostly the angles of pairs that turn slowly within the original length.
 'longrope' (Ding et al., 2024) divides the angle of each pair by a number of its
 own. 'dynamic' takes a larger theta. 'yarn' and 'longrope' also multiply queries
 and keys by a factor.

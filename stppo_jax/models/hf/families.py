@@ -66,7 +66,8 @@ _NEEDS = {
 class Windows(NamedTuple):
   """Says which layers use the `sliding_window` of a `config.json`.
 
-  If the file lists `layer_types`, this list decides instead.
+  If the file lists `layer_types`, this list decides instead of `first` and
+  `every`.
 
   Attributes:
     switch: the field that must be true if layers use windows; '': there is no
@@ -119,7 +120,7 @@ class Family(NamedTuple):
 
 _BIASES = {'attention_bias': ('qkv_bias', 'o_bias')}
 # The fields that the file of a mixture of experts must have, and all its fields
-# about experts that become fields of `ModelConfig`.
+# about experts that `ModelConfig` has under the same names.
 NEEDED = ('num_experts', 'num_experts_per_tok', 'moe_intermediate_size')
 _MIXTURE = (*NEEDED, 'norm_topk_prob', 'router_aux_loss_coef')
 _LATE = Windows('use_sliding_window', first=28)

@@ -5,10 +5,10 @@
                                  each matrix that has an adapter
 
 In such files each matrix may have a rank and a scale of its own. Our layers are
-stacked, so the adapters of all layers of a stack share one scale and the
-largest of their ranks. A and B of a smaller rank are padded with zeros, which
-stay zero in training because their gradients are zero. If the scale in the file
-differs, B is multiplied by the ratio of the two scales.
+stacked, so the adapters of one kind of matrix, such as q_proj, share one scale
+and the largest of their ranks in all layers. A and B of a smaller rank are
+padded with zeros, which stay zero in training because their gradients are zero.
+If the scale in the file differs, B is multiplied by the ratio of the scales.
 
 PEFT on `transformers` 5 keeps the experts of a layer in one parameter. Their
 adapters are then one tensor too, in which gate_proj and up_proj share A. `read`

@@ -169,7 +169,7 @@ def _kernel(
   T = own_k_ref.shape[2]
 
   def load(ref, begin, count, most):
-    """Reads vectors begin..begin + count - 1, and zeros from `most` on."""
+    """Reads `count` vectors of this row and head; zeros from `most` on."""
     some = (begin + jnp.arange(count) < most)[:, None]
     part = ref.at[row, head, pl.ds(begin, count), :]
     return triton.load(part, mask=some, other=0.0)
