@@ -260,7 +260,8 @@ class Alarms:
   def check(self, step: int) -> None:
     """Logs the alarms that have begun or ended, and ends the run if due.
 
-    Call this after the step was given to the saver, because it may raise.
+    Call this after `Run.finish_step`: if this method raises, the end of the run
+    still saves the step.
 
     Args:
       step: the number of steps that are done.

@@ -190,7 +190,7 @@ def check_memory(
 ) -> None:
   """Checks that models, optimisers and engine fit in a device's memory.
 
-  Only arrays that stay in memory are counted, and compiled programs need more.
+  The programs need more memory than is counted here, for activations above all.
   So a run that this check refuses would have failed anyway, but only after
   everything was loaded.
 
@@ -342,8 +342,8 @@ class SkippedUpdates:
   An update is skipped if its loss, its gradient or its new weights are not
   finite, or if the norm of its gradient is above `skip_grad_norm`. A single
   skipped update only loses a minibatch. Many skipped updates in a row mean that
-  the run learns nothing any more. Skipped updates change no weights, so the
-  state that the run saves as it ends is sound.
+  the run learns nothing any more. Skipped updates leave the state as it is, so
+  the state that the run saves as it ends is sound.
 
   Args:
     limit: the number of skipped updates in a row that ends the run; 0 stands

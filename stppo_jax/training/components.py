@@ -219,8 +219,9 @@ def build_learner(
   """Returns a run's learner, and the placement of the engine.
 
   With adapters, each program of the learner all-gathers the frozen base once if
-  the gathered base fits in memory beside all other arrays of an update.
-  Otherwise each pass gathers the base layer by layer.
+  the gathered base fits in memory beside the other arrays that learning holds,
+  with room for activations. Otherwise each pass gathers the base layer by
+  layer.
 
   Args:
     config, shape, mesh, devices: see `build_placement`.
@@ -235,7 +236,8 @@ def build_learner(
   check_sizes(config, shape, mesh, placement, imitates=imitates)
   if config.model.lora.rank:
     # A learner holds only the shapes of arrays, so a second learner that
-    # gathers the base costs nothing. It is used if its arrays fit in memory.
+    # gathers the base costs nothing. It is used if its arrays leave enough
+    # memory free, see `memory.leaves_room`.
     gathers = learner_lib.Learner(config, shape, mesh, gathers_base=True)
     held = checks.held_memory(config, gathers, placement)
     if memory.leaves_room(mesh, held.learns + held.gradients + held.gathered):
@@ -264,7 +266,7 @@ _CHARS_PER_TOKEN = 32
 def _connected(
   config, questions: questions_lib.Questions, loop: event_loop.EventLoop
 ) -> Iterator[client.HttpRetriever]:
-  """Yields a client of the retriever, or of an embedded server without a URL.
+  """Yields a client of the retriever or, if no URL is set, of an embedded one.
 
   Raises:
     ValueError, OSError: passages cannot be read.

@@ -6,7 +6,7 @@
         with run.phase('wait'), folder.interruptible():
           ...                              # a signal may end this body
         with run.phase('update'), run.consuming_state():
-          state, metrics = ...             # no signal ends this body
+          state, metrics = ...             # a signal raises nothing here
         run.finish_step(step + 1, state, metrics)
       run.finish(policy, params)
 
@@ -139,7 +139,7 @@ class Run:
         if last.done:
           number, name = 1, f'{last} of this run'
         _log.info('start: %s', name)
-        # A finished run only exports its policy, so it needs no more room.
+        # A finished run only exports its policy and saves no more checkpoints.
         if last.done < num_steps:
           saver.check_room()
         folder.watch.resume(last.done, num_steps, number)
@@ -196,9 +196,9 @@ class Run:
   def consuming_state(self) -> Iterator[None]:
     """Runs updates, which donate the state of the last finished step.
 
-    From here to `finish_step` there is no state to save, so a signal is only
-    noted. If a signal came before, a single host ends here, and several hosts
-    end at their next vote.
+    From here to `finish_step` there is no state to save, so the main thread
+    only notes a signal. If a signal came before, a single host ends here, and
+    several hosts end at their next vote.
     """
     if self.folder.hosts.is_alone:
       with self.folder.interrupt.interruptible():
@@ -328,7 +328,7 @@ class Run:
       _log.info('\n'.join(lines))
 
   def _evaluated(self, evaluate: Evaluate) -> dict[str, float]:
-    """Evaluates the last step; prints and writes some of the dialogues."""
+    """Evaluates the last step, shows some dialogues, returns the metrics."""
     with self.phase('evaluate'):
       metrics, trajectories = evaluate(self.state, self.folder)
       records = lambda count: trajectory_metrics.records(

@@ -38,7 +38,8 @@ def handled(last: saving.LastStep, folder: claim.Folder) -> Iterator[None]:
     folder: the run's folder.
 
   Raises:
-    Stopped: in place of an OSError that has no exit code.
+    Stopped: in place of an OSError without an exit code, except for a broken
+      pipe.
   """
   interrupt = folder.interrupt
   interrupt.force_exit = functools.partial(_force_exit, last, folder)
@@ -125,10 +126,12 @@ def _force_exit(
   *,
   answered: bool,
 ) -> bool:
-  """Saves the last step if the main thread does not react to a signal.
+  """Prepares the end of a process whose main thread does not end it.
 
   The main thread may be compiling, for example, which nothing can interrupt.
-  Another thread calls this function.
+  Another thread calls this function. If the last step is not saved yet, it is
+  saved first, or the process may not end. The process may end without a save
+  only if it is about to be killed in the middle of updates.
 
   Args:
     last: the last finished step.

@@ -64,7 +64,8 @@ def resolved(
 ) -> Any:
   """Returns the config with `host` or `slice` in place of rollout.span=auto.
 
-  All hosts get the same value: `slice` if the trial of any host has failed.
+  All hosts get the same value: `slice` if the trial of any host has failed. The
+  config of a run of one host is returned unchanged.
 
   Args:
     config: the config of a run.

@@ -199,7 +199,7 @@ def _copy(config, source: Any, folder: claim.Folder) -> None:
   opened = bucket_files.opened(config.init_from)
   theirs = checkpoint_state.read_policy(source, opened, step=None, mesh=mesh)
   if hosts.is_first:
-    # A start that was killed may have left an incomplete value model.
+    # A start that was killed may have left a value model.
     shutil.rmtree(workdir / _VALUE, ignore_errors=True)
     _log.info(
       'init_from=%s: the run starts from its policy after step %d',

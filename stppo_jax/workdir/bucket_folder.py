@@ -26,7 +26,7 @@ from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
 
 _EVERY = 5.0  # seconds between two uploads by the thread
-_PAUSE = 1.0  # seconds between two calls of `with_retries`
+_PAUSE = 1.0  # seconds between two tries in `with_retries`
 _TO_END = 2.0  # seconds that a process needs to end after the last upload
 _AFTER_ERROR = 10.0  # seconds for the last upload if an error ends the run
 # Matches the files of earlier starts that a start needs, beside checkpoints.
@@ -106,7 +106,8 @@ class BucketFolder:
       for name in entries:
         if bucket_files.DIALOGUES.fullmatch(name):
           # `touch` makes an empty file if the dialogues were not downloaded.
-          # The writer uses the file's name when it removes old dialogues.
+          # From the file's name, the writer knows that there are dialogues to
+          # remove or to move aside.
           (self._folder / name).touch()
         elif name.startswith(run_folder.ASIDE):
           (self._folder / name.partition('/')[0]).mkdir(exist_ok=True)
@@ -115,10 +116,9 @@ class BucketFolder:
       self._known = self._files()
 
   def push(self) -> None:
-    """Makes the bucket equal to the folder of this machine.
+    """Uploads new and changed files; removes objects whose files are gone.
 
-    New and changed files are uploaded. Objects whose files were removed from
-    the folder are removed too.
+    Checkpoints are not uploaded here, because Orbax writes them to the bucket.
 
     Raises:
       BucketError: the bucket cannot be written.

@@ -48,8 +48,8 @@ class Beat:
       was no error.
     began: the time at which the first start of the run began.
     restarts: how often the run was started again.
-    lost_steps: the number of steps that were done but not saved before a
-      restart.
+    lost_steps: the number of steps that were done, and then lost because a
+      restart went on from an earlier step.
   """
 
   host: str = ''

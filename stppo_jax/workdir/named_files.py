@@ -41,8 +41,8 @@ _PACKAGED = {
 def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
   """Yields the files and folders that a config names, each with its config key.
 
-  For a key that names several data sets, a colon and the name of the data set
-  follow the key.
+  The keys `data.train` and `data.evaluation` may name several data sets, so a
+  colon and the name of the data set follow these keys.
 
   Args:
     config: the config, or its record, which is a nested mapping.

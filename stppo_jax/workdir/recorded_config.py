@@ -63,8 +63,8 @@ def pin(config: Any, workdir: str = '') -> None:
   """Adds the commits to the names of models of the Hub in a config.
 
   A run that has begun keeps the commits that it recorded, even if the branches
-  have moved since. If the Hub has no such model, the name is not changed, and
-  the check of the config reports the error later.
+  have moved since. If the Hub has no such model or refuses it, the name is not
+  changed, and the check of the config reports the error later.
 
   Args:
     config: the config, which this function changes.
