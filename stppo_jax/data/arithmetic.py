@@ -105,7 +105,7 @@ class CalculatorDemonstrations(demonstrations.Demonstrations):
 
   Attributes:
     questions: the questions of the run.
-    noise: the probability of an error in each step.
+    noise: the error rate of the demonstrator in each step, and its seed.
   """
 
   questions: ArithmeticQuestions

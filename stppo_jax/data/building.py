@@ -33,8 +33,8 @@ def build(
       that is built from files of questions.
     from_files: a folder or an archive with the original files, or SPLIT:FILE
       pairs with commas between them; '' to fetch the original files.
-    mirror: the address of a web folder from which the original files are
-      fetched; '' to fetch each file from the address that its authors give.
+    mirror: the address of a web folder that has the original files under their
+      names; '' to fetch each file from the address that its authors give.
 
   Raises:
     OSError, ValueError: if a file is missing, malformed or cannot be fetched;

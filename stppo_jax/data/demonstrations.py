@@ -67,7 +67,7 @@ class SyntheticDemonstrations:
   Attributes:
     questions: the questions of the run. The demonstrations are about worlds of
       the same encyclopedia.
-    noise: the probability of an error in each step.
+    noise: the error rate of the demonstrator in each step, and its seed.
     one_hop_steps: the number of steps at the start whose questions have one
       hop, so that the policy learns to copy first.
     think_words, error_turns, repair_rate: see `demonstrate`.
@@ -126,7 +126,7 @@ class PassageDemonstrations:
   Attributes:
     questions: the questions of the run.
     passages: the passages by id; empty if only a server has the passages.
-    noise: the probability of an error in each step.
+    noise: the error rate of the demonstrator in each step, and its seed.
     max_searches: the largest number of searches in a dialogue.
     quote_words: the largest number of words that an answer quotes; each answer
       draws its number from 1 to this. If 0, the answer is a golden answer.

@@ -91,7 +91,7 @@ class GameDemonstrations(demonstrations.Demonstrations):
     questions: the questions of the run, with a limited number of games, because
       a new game takes a tenth of a second to make.
     player: the environment of the run.
-    noise: the probability of an error in each step.
+    noise: the error rate of the demonstrator in each step, and its seed.
   """
 
   questions: GameQuestions

@@ -60,8 +60,9 @@ KINDS: Mapping[str, Kind] = {
   'games': Kind(_games, lambda data: []),
 }
 
-# The number of training questions that are searched for a gold passage to
-# quote. At least one of these questions must have such a passage.
+# The number of training questions that are asked for to find a gold passage to
+# quote; see `Questions.training_sample`. At least one of these questions must
+# have such a passage.
 _SAMPLE = 256
 
 

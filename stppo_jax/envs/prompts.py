@@ -55,7 +55,7 @@ def load_template(path: str, built_in: str = BUILT_IN) -> str:
 
 
 def fill(template: str, question: types.Question) -> str:
-  """Returns the prompt of a question; our own tags in it are neutralised.
+  """Returns the prompt; our own tags in the question's text are neutralised.
 
   In a choice question, the options follow the text, one per line.
   """

@@ -202,7 +202,7 @@ def asks(action: str) -> bool:
 
 
 def mean_turns(trajectories: Sequence[types.Trajectory], action: str) -> float:
-  """Returns the mean number of turns with an action in a trajectory.
+  """Returns the mean number of turns per trajectory with the given action.
 
   Args:
     trajectories: at least one trajectory.

@@ -145,7 +145,10 @@ def weighted(
 
 
 def golden_texts(question: types.Question) -> Collection[str]:
-  """Returns the golden answers, or the texts of the golden options."""
+  """Returns the golden answers as texts.
+
+  For a choice question, the result has the texts of the golden options.
+  """
   if question.kind != 'choice':
     return question.golden_answers
   options = question.options

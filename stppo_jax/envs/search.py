@@ -29,8 +29,9 @@ Status = types.TrajectoryStatus
 class SearchEnvironment(protocol.Environment):
   """Answers at most `max_turns` searches; one more turn may give the answer.
 
-  The scores are `rewards.SCORE_NAMES`. The main score is the substring match if
-  only the substring match has a weight, and otherwise the exact match.
+  The scores are `rewards.SCORE_NAMES`. The main score is the exact match. If
+  the exact match has no weight and the substring match has one, the main score
+  is the substring match.
   """
 
   stop_strings = actions.STOP_STRINGS

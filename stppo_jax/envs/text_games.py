@@ -125,7 +125,7 @@ class TextWorldEnvironment(protocol.Environment):
 
   @staticmethod
   def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
-    """Returns the mean number of possible commands in a trajectory."""
+    """Returns the mean number of commands per trajectory that a game obeyed."""
     return {
       'env/number_of_commands': protocol.mean_turns(trajectories, 'command')
     }

@@ -61,7 +61,8 @@ class OutageGate:
   async def request(self) -> AsyncIterator[None]:
     """Waits while the gate is closed; runs the body, which sends a request.
 
-    Whether the body raises an error decides how the request is counted.
+    The request counts as failed if the body raises an error that signals an
+    outage, and otherwise as answered.
 
     Raises:
       Exception: the error of `until_ready`, in each request that waits.

@@ -18,7 +18,7 @@ _PAUSE = 1.0
 
 
 class WorkerFailed(Exception):
-  """Raised if a worker printed a reason and ended before it was ready."""
+  """Raised if a worker ended before it was ready; it has printed the reason."""
 
   def __init__(self, exit_code: int):
     super().__init__(f'a worker ended with exit code {exit_code}')

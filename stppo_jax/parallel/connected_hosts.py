@@ -28,7 +28,8 @@ class ConnectedHosts(hosts_lib.Hosts):
   Args:
     address: host name and port of the coordinator.
     index, count: see `Hosts`; host 0 runs the coordinator.
-    jax_port: the port of jax's own coordinator on host 0.
+    jax_port: on host 0, the port for jax's own coordinator; other hosts do not
+      use it.
     start_timeout: seconds to wait at the start until all hosts are connected.
     patience: seconds to wait for a host that is late or does not answer.
     grace: seconds that this process has to end by itself after the run has
@@ -140,7 +141,7 @@ class ConnectedHosts(hosts_lib.Hosts):
     """Tells the other hosts of a failure, after which this process must end.
 
     The call returns when the message is sent. On host 0, it also waits until
-    the other hosts have left.
+    the other hosts have left, but at most `_GRACE` seconds.
     """
     # Two threads may fail at once. The second failure often follows from the
     # first, so only the first failure is sent.
@@ -215,7 +216,7 @@ class ConnectedHosts(hosts_lib.Hosts):
       self._end(hosts_lib.HostFailed(f'{self._coordinator} is gone: {why}'))
 
   async def _watch(self) -> None:
-    """Reports a silent coordinator, and ends the run at the time limit."""
+    """Reports a silent coordinator, and gives it up at the time limit."""
     said = coordinator_lib.FIRST_WAIT
     while self._failure is None and not self._ending:
       await asyncio.sleep(coordinator_lib.PAUSE)

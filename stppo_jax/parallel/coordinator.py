@@ -29,9 +29,10 @@ could carry the exchanges, but do not handle failures. A wait cannot be ended
 from outside, so a host would hear of a signal or a failure of another host only
 at the time-out. A client that loses jax's coordinator aborts its process with a
 stack trace that names no host, even with `jax_enable_recoverability`. So each
-process has a relay, to which its client of jax connects. The relay passes the
-bytes on to the port of this coordinator, which forwards them to jax's. If
-process 0 is lost, the relay keeps the client's connection open.
+process other than process 0 has a relay, to which its client of jax connects.
+The relay passes the bytes on to the port of this coordinator, which forwards
+them to jax's. If process 0 is lost, the relay keeps the client's connection
+open.
 """
 
 import asyncio

@@ -15,7 +15,8 @@ Tree = Any
 GIB = 1 << 30
 
 _HOST, _DEVICE = 'pinned_host', 'device'
-# `leaves_room` lets a run fill at most this share of a device's memory.
+# The share of a device's memory that arrays may fill if weights are gathered to
+# save communication, see `leaves_room`.
 _FILLED = 1 / 2
 
 
@@ -36,7 +37,10 @@ def on_host(tree: Tree) -> Tree:
 
 
 def on_devices(tree: Tree) -> Tree:
-  """Returns the arrays moved to device memory, with the same shardings."""
+  """Returns the arrays moved to device memory, with the same shardings.
+
+  Arrays that are in device memory already are kept.
+  """
   return _moved(tree, _DEVICE)
 
 
@@ -101,7 +105,7 @@ class Held(NamedTuple):
 
 
 def bytes_per_device(tree: Tree) -> int:
-  """Returns the bytes that a tree of sharded arrays takes on one device."""
+  """Returns the bytes on one device of a tree of sharded arrays or shapes."""
   return sum(
     math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     for leaf in jax.tree.leaves(tree)
@@ -109,7 +113,7 @@ def bytes_per_device(tree: Tree) -> int:
 
 
 def device_limit() -> int | None:
-  """Returns the bytes of memory that the smallest local device offers.
+  """Returns the bytes that programs may use on the smallest local device.
 
   The result is None if the devices do not report it, as on CPUs.
   """

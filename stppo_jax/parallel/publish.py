@@ -221,10 +221,10 @@ class Placement:
 class Publisher:
   """Copies weights of a model to the devices that decode with them.
 
-  One program copies the embedding, the norm and the head. Another program then
-  copies one layer per call. A single program for all layers would gather many
-  layers before it stores its first result, and so hold most of the weights
-  twice.
+  One program copies the embedding, the norm and the head. For each stack of
+  layers, another program then copies one layer per call. A single program for
+  all layers would gather many layers before it stores its first result, and so
+  hold most of the weights twice.
 
   Args:
     placement: the devices that decode.

@@ -163,7 +163,7 @@ class HttpRetriever:
 
     `retrieval/ok` and `retrieval/failures` count queries that were sent, but no
     answers from the cache. `retrieval/failures/{cause}` counts the failures of
-    each cause, and `retrieval/retries` counts queries that were sent again.
+    each cause, and `retrieval/retries` counts all attempts after the first.
     `retrieval/latency_*` are percentiles of the seconds from query to answer,
     including retries; 0 if there was no answer. `retrieval/answers` counts all
     answers, and `retrieval/empty` counts answers without a passage.

@@ -63,7 +63,7 @@ def add_dense(
 
   Raises:
     ValueError: if the directory holds no encoder, or the folder has vectors
-      with another encoder or other options; the message is one line.
+      made by another encoder or with other options; the message is one line.
   """
   from stppo_jax.retrieval.indexes import dense
   from stppo_jax.retrieval.indexes import encoder

@@ -93,7 +93,7 @@ class Bm25Index:
       )
 
   def save(self, folder: str | os.PathLike[str]) -> None:
-    """Writes the index to a folder without the passages, for `load`.
+    """Writes the index, but not the passages, to a folder for `load`.
 
     Raises:
       ValueError: if no passage has a word.
