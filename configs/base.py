@@ -322,9 +322,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # Experiment trackers that get the metrics too: some of wandb, trackio.
         'trackers': (),
         'trajectories': 16,  # dialogues that each host writes per step
-        # The number of written dialogues per step that get ratio, advantage,
-        # value and entropy of each token. This takes a forward pass over these
-        # dialogues; see docs/report.md.
+        # Of the dialogues that each host writes per step, the number that get
+        # ratio, advantage, value and entropy of each token. This takes a
+        # forward pass over these dialogues; see docs/report.md.
         'token_details': 4,
         'evaluation': 16,  # dialogues that each host writes per evaluation
         'samples': 2,  # dialogues printed per evaluation

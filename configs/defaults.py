@@ -34,8 +34,9 @@ DEFAULTS = {
       'least': 0.5,
       'most': 2.0,
     },
-    # Absolute bounds, which widen until terms with a positive advantage have
-    # positive_share of the sum of all terms.
+    # Absolute bounds. First the upper and then the lower bound is raised, until
+    # the terms with a positive advantage have positive_share of the sum of the
+    # absolute values of all terms.
     'balanced': {
       'low': 0.6,
       'high': 1.2,

@@ -19,8 +19,8 @@ def sft() -> dict[str, Any]:
     'error_rate': 0.3,  # probability of an error at each decision
     # For questions from files: if it is above 0, the answer of a demonstration
     # quotes the beginning of a gold passage, with at most this many words. In
-    # steps without errors, words of a gold passage then replace every second
-    # question, too. 0 = the answer is the golden answer. See
+    # steps without errors, words of a gold passage then replace about half of
+    # the questions, too. 0 = the answer is the golden answer. See
     # docs/your_own_data.md.
     'quote_words': 0,
     # The number of first steps, which have questions of one hop and no errors.

@@ -37,7 +37,8 @@ class Key(NamedTuple):
 
   Attributes:
     rule: the rule for the key's value. None: any value of its type is valid.
-    check: yields errors about the file, package or server that the value names.
+    check: yields errors, one line each, about the file, function, package or
+      server that the value names.
     resume: FREE, GUARDED or FIXED.
     before: the value with which runs behaved before the key existed. None: all
       recorded configs have the key, or the key is free.

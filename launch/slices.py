@@ -249,7 +249,7 @@ class Slices:
         f'{name}: is a slice of another run; give another name with --name'
       )
     if cloud.is_transient(line):
-      cloud.say(line)  # later looks find out whether the slice exists
+      cloud.say(line)  # later looks find this slice, or request another
       return
     is_wrong = re.search('PERMISSION_DENIED|INVALID_ARG|NOT_FOUND|login', line)
     raise Refused(line) if is_wrong else cloud.Ended(line)

@@ -374,7 +374,8 @@ def _array(
         f'--out={out}: runs of this sweep wait in the queue of Slurm; let them '
         'start, or take them out of it with --stop'
       )
-  # The array is one job, for which only the flags of its first run are checked.
+  # The array is one job, for which `submit` checks the flags of the first run.
+  # The configs of all runs have been checked before.
   command = ['slurm', *first, f'--name={name}', *extra]
   return submit.main(command, array=(list(left.values()), jobs))
 

@@ -84,7 +84,7 @@ def repeated(
 
   Raises:
     OtherRun: the run to repeat has another config. The message has a line for
-      each key.
+      each key that differs.
     Misconfigured: the folder of the run to repeat has no file of versions or a
       damaged file, or that run evaluates at other steps.
   """

@@ -92,10 +92,11 @@ class Writer:
     """Removes lines and dialogues of later steps, before a run resumes.
 
     Call it before the first `write` of a resumed run. The first host does the
-    work for all hosts. It drops an incomplete last line, and the lines of steps
-    after `step`. If anything was written after the newest checkpoint, it moves
-    the dialogues after the checkpoint to a new folder and copies all metrics
-    there, because nobody knows whether the run will write the same again.
+    work for all hosts. From metrics.jsonl, it drops an incomplete last line and
+    the lines of steps after `step`. If anything was written after the newest
+    checkpoint, it first copies metrics.jsonl to a new folder and moves the
+    dialogues after the checkpoint there, because nobody knows whether the run
+    will write the same again.
 
     Args:
       step: the last step whose line is kept.

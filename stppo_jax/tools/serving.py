@@ -28,7 +28,7 @@ _SHUTDOWN_TIMEOUT = 10.0  # seconds that open requests get at the end
 
 
 def problems(options: absl_flags.FlagValues) -> Iterator[str]:
-  """Yields a line for each conflict between the flags of `serve`."""
+  """Yields a line for each rule that the flags of `serve` break together."""
   given = [x for x in _SOURCES if getattr(options, x) not in (None, '')]
   if not given:
     yield f'one of --{", --".join(_SOURCES)} is required'

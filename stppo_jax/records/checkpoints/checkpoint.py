@@ -87,9 +87,9 @@ class Checkpointer:
         best score. None keeps all steps.
       keep_every: steps that are multiples of this number are kept too. 0 keeps
         no additional steps.
-      read_only: whether nothing may be changed. This must be true if the run
-        may still be going: files that look like the remains of a killed save
-        may belong to a save in progress.
+      read_only: whether nothing may be changed. This must be true if another
+        process may still be making the run: files that look like the remains of
+        a killed save may belong to a save in progress.
       flush: called by a thread of every process before a step is committed.
       check: called by a thread of the first process; an error stops the commit.
       retry: the seconds for which a request is repeated while a bucket is out

@@ -34,7 +34,7 @@ class SavedStep:
 
 
 def find(workdir: pathlib.Path) -> list[SavedStep]:
-  """Returns the checkpoints of a run by step, damaged or not.
+  """Returns the checkpoints of a run in order, also those set aside.
 
   Arrays are not read. The module `verification` checks whether arrays are
   intact.

@@ -2,10 +2,10 @@
 
 Models are shapes without arrays, and devices are virtual. A plan may compile
 the programs of a run (`tools/plan/programs.py`), for a TPU slice that need not
-exist (`parallel/topology.py`) or for CPUs. Parameters, optimizer states and
-collectives are the same on all platforms, but the temporaries of a program
-depend on the compiler. If no program is compiled, a formula estimates the
-temporaries.
+exist (`parallel/topology.py`) or for CPUs. The sizes of parameters and
+optimizer states, and the collectives, are the same on all platforms, but the
+temporaries of a program depend on the compiler. If no program is compiled, a
+formula estimates the temporaries.
 
 A device collects and learns in turn, and the phase that needs more memory
 counts: the engine holds its weights and KV cache only while it collects, and

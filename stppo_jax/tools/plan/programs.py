@@ -20,8 +20,8 @@ from stppo_jax.tools.plan import hlo_cost
 from stppo_jax.tools.plan import lowering as learner_lowering
 from stppo_jax.training import engines
 
-# The programs that are compiled at the same time. The compiler for TPU takes up
-# to 3 GB of memory for each of them.
+# The largest number of programs that are compiled at the same time. The
+# compiler for TPU takes up to 3 GB of memory for each program.
 _MOST_AT_ONCE = 4
 
 

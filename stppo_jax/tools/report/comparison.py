@@ -85,7 +85,7 @@ def problems(groups: Sequence[Group]) -> list[str]:
 
 
 def names(runs: Sequence[run_files.Run]) -> list[str]:
-  """Returns a short name for each run; runs in other folders differ in name."""
+  """Returns a short name for each run; different folders differ in name."""
   parts = [pathlib.Path(run.place).resolve().parts for run in runs]
   # A name is the end of the path, just long enough to tell all runs apart.
   depth = 1

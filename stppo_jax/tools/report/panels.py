@@ -31,8 +31,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     ),
     'KL divergence': (
       'critic/kl actor/ppo_kl',
-      'From the policy to the reference, and between old and new policy of a '
-      'step.',
+      'From the policy to the reference, and from the old to the new policy in '
+      'a step.',
     ),
     'Groups without variance': (
       'rollout/zero_variance_groups',
