@@ -2,7 +2,8 @@
 
     python -m stppo_jax train --config=studies/critic.py:st_ppo \
         --workdir=runs/critic --config.num_steps=10 \
-        --config.updates.value_epochs=2
+        --config.updates.value_epochs=2 \
+        --config.value_optimizer.learning_rate=1e-3
     python -m stppo_jax ablate --config=studies/dead_critic.py:dead_critic \
         --workdir=runs/dead_critic --table=docs/collapse/dead_critic.csv.gz
     python -m studies.dead_critic docs/collapse/dead_critic.csv.gz
