@@ -28,7 +28,7 @@ class Description(NamedTuple):
       name of every option that is a number.
     source: the papers, with arXiv ids that become links, or the code.
     sure: how well the equation is established. The text begins with a key of
-      `SURE`; further sentences say what the key does not cover.
+      `SURE`; further sentences may say what the key does not cover.
     when: when to use the algorithm or choice.
     elsewhere: the names that other codebases use, as far as they are certain.
   """
