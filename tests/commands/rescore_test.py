@@ -96,4 +96,4 @@ def test_an_empty_answer_is_not_the_band_the_the(tmp_path, capsys):
   path = tmp_path / 'dialogues.jsonl'
   path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
   code, out, _ = _rescore(capsys, path, '--scope=response')
-  assert code == 0 and '\n0 differ' in out
+  assert code == 0 and '\n0 dialogues differ' in out

@@ -259,7 +259,8 @@ def test_runs_that_start_together_have_retrievers_of_their_own(fake, tmp_path):
     for number in '01'
   ]
   calls = [tmp_path / f'calls{number}' for number in '01']
-  runs.wait(lambda: all(path.exists() for path in calls))
+  # A file is there before its line is.
+  runs.wait(lambda: all(path.exists() and path.read_text() for path in calls))
   urls = {_url(path.read_text()) for path in calls}
   assert len(urls) == 2 and all(urls)
   for process in processes:

@@ -154,7 +154,9 @@ _REFUSED = {
     line="gives the prompt 'Which word comes next?' back as ",
   ),
   'no gap': Row(
-    'Qwen3', {'added': list(' .-_~^')}, line='is itself in some added token'
+    'Qwen3',
+    {'added': list(' .-_~^')},
+    line='occurs in the text of some added token',
   ),
   'no such end token': Row(
     'Qwen3',
