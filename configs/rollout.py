@@ -94,9 +94,10 @@ def section() -> dict[str, Any]:
     # with an env.max_length of 4096, 256 becomes 512.
     'length_bucket': 256,
     # A step or an evaluation is collected again if too much of it ended in
-    # INFRA_ERROR. This is the least share of its trajectories that must
-    # succeed. It also holds for the turns of the action, such as search, whose
-    # turns failed most often, if two or more of these turns failed.
+    # INFRA_ERROR. At least this share of the trajectories must succeed. The
+    # same share is required of the turns of one action, such as search: the
+    # action with the largest share of failed turns. A single failed turn of
+    # this action does not count.
     'min_valid_fraction': 0.5,
     # Trajectories of a step that still ended in INFRA_ERROR are collected again
     # with the same keys, in at most this many extra collections. 0 = never.

@@ -57,8 +57,8 @@ class GameQuestions(questions_lib.Questions):
   def passages(self) -> None:
     """Raises ValueError, because these questions have no passages."""
     raise ValueError(
-      'data.name=games: has no passages; env.name must be an environment that '
-      'plays games, such as textworld'
+      'data.name=games: its questions have no passages to search, so env.name '
+      'must be an environment that plays games, such as textworld'
     )
 
 

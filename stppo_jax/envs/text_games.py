@@ -159,7 +159,7 @@ class TextWorldEnvironment(protocol.Environment):
     return [game_text.write(command) for command in played]
 
   def look(self, game: '_Game') -> str:
-    """Returns the description of a game, with its commands if listed."""
+    """Returns a game's description; `list_commands` adds possible commands."""
     text = ' '.join(game.sentences())
     if self._list_commands:
       text += f'\nCommands: {", ".join(sorted(game.commands()))}.'

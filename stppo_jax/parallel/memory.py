@@ -100,7 +100,11 @@ class Held(NamedTuple):
 
   @property
   def total(self) -> int:
-    """The largest number of bytes on a device, while it learns or collects."""
+    """The larger of two numbers.
+
+    They are the bytes on a device while it learns, and the bytes on a device
+    while it collects.
+    """
     return max(self.learns + self.gradients + self.gathered, self.decodes)
 
 

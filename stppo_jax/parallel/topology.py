@@ -12,9 +12,9 @@ The compiler for TPU is in the package `libtpu`, which needs no TPU:
     compiled = topology.compiled(lowered)
 
 The devices can neither hold arrays nor run programs, so programs are lowered
-with shapes that have shardings on the mesh. `virtual` needs no compiler: its
-devices can form a mesh, which suffices to compute shardings, but no program can
-be compiled for them.
+with shapes that have shardings on the mesh. The function `virtual` needs no
+compiler. The devices that it returns can form a mesh, which suffices to compute
+shardings, but no program can be compiled for them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -118,6 +118,7 @@ def preference_loss(
     count=count,
     margin=over_pairs(margin_Q),
     correct=over_pairs((margin_Q > 0).astype(margin_Q.dtype)),
-    log_ratio_2=sg(jnp.sum(log_ratio_Q2, axis=0)),  # 0 where not valid
+    # Pairs that do not count add 0 to these two sums.
+    log_ratio_2=sg(jnp.sum(log_ratio_Q2, axis=0)),
     divergence_2=sg(jnp.sum(divergence_Q2, axis=0)),
   )

@@ -50,8 +50,10 @@ sg = jax.lax.stop_gradient
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: large, and its square is finite
 
-# Two of our choices. The scale s_k and its inverse are at most GUARD_LIMIT.
-# Below GUARD_LEAST_SPREAD, a turn's log-ratios differ by rounding only.
+# We chose these two numbers. The scale s_k (see the module's docstring) is
+# clipped to [1 / GUARD_LIMIT, GUARD_LIMIT]. If the spread of a turn's
+# log-ratios is at most GUARD_LEAST_SPREAD, they differ by rounding only, and
+# s_k is 1.
 GUARD_LIMIT = 10.0
 GUARD_LEAST_SPREAD = 1e-6
 

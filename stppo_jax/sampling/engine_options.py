@@ -57,8 +57,8 @@ class EngineOptions:
       device.
     batch_rows: the most rows that one call decodes; 0 means all rows of a lane.
       It has no effect if `deterministic`.
-    return_expert_ids: whether `close` returns the experts to which each token
-      of the row was routed.
+    return_expert_ids: whether `Engine.close`, which ends a row, returns the
+      experts to which each token of that row was routed.
     turn_swaps: says when a row may change to newer weights: never (only between
       collections), keep (at each turn, which begins with the newest weights),
       or recompute (as keep, but the keys and values of earlier tokens are

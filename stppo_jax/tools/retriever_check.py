@@ -81,7 +81,11 @@ async def examine(asked: Examination, say: Callable[[str, str], None]) -> None:
   try:
     say(*await _examine_address(client))
     spoken, name = await _examine_dialects(client, asked)
-    say('ok', f'dialect: {", ".join(spoken)}; retrieval.dialect={name}')
+    say(
+      'ok',
+      f'dialect: the server answers in {", ".join(spoken)}; checked with '
+      f'retrieval.dialect={name}',
+    )
     say(*await _examine_times(client, name, asked))
     say(*await _examine_answer(client, name, asked))
   finally:

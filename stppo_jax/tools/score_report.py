@@ -191,8 +191,8 @@ def as_json(reports: Sequence[SetReport]) -> dict[str, Any]:
 def rows(reports: Sequence[SetReport]) -> list[list[str]]:
   """Returns a table of texts: a row of titles and a row for each data set."""
   names = list(dict.fromkeys(key for entry in reports for key in entry.means))
-  # Data sets may differ in their number of samples, because failed dialogues
-  # have no record.
+  # Data sets may differ in the number of dialogues per question, and so in the
+  # k of their pass@k, because failed dialogues have no record.
   ks = sorted({k for entry in reports for k in entry.pass_at if k > 1})
   main = reports[0].main_score
   scores = [key for key in reports[0].scores if key != main]

@@ -313,8 +313,8 @@ def held_memory(
       sizes |= {name: size for name, size in engine.items() if name in kept}
     else:
       collecting = engine
-      # Policies that differ only in their adapters share the base, so only one
-      # policy is counted.
+      # With LoRA the policies share the base, so the weights of the next steps
+      # are not counted.
       if not config.model.lora.rank:
         weights = ahead * engine[engines.WEIGHTS]
         collecting = engine | {'weights of the next steps': weights}

@@ -26,8 +26,9 @@ from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
 
 _log = logging.getLogger(__name__)
-# Config keys that `prefer` does not use, each with the values that it accepts:
-# the value that agrees with what `prefer` does, and the default value.
+# Config keys that `prefer` does not use. For each key, the values that `prefer`
+# does not refuse: the value that describes what `prefer` does, and the default,
+# which may be the same value.
 _UNUSED = {
   'model.reference_memory': ('device',),
   'updates.routing_replay': ('nowhere',),

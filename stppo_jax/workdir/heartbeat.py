@@ -86,7 +86,9 @@ class Heartbeat:
     self.beat = Beat()
     self._folder: pathlib.Path | None = None
     self._claim: lock.Claim | None = None
-    self._done = 0  # the number of steps that the last start has done
+    # The number of steps that were done when the previous start ended; after
+    # `resume`, the number of steps that this start goes on from.
+    self._done = 0
     self._writing = threading.Lock()
     self._changed = threading.Event()
     self._ended = threading.Event()

@@ -34,8 +34,8 @@ _RUNS = ('train', 'sft', 'prefer')  # the commands that can write to a bucket
 IDENTITY, _EXPORTED = 'run.json', 'export.json'
 MARKS = IDENTITY, _EXPORTED
 ASIDE = 'aside-'
-# The beginning of the name of a test file: `agreement` checks with it that all
-# hosts see the same folder.
+# The names of probe files begin with this. The first host writes such a file,
+# by which `agreement` checks that all hosts see the same folder.
 PROBE = 'probe-'
 # If a folder of this machine stands for a folder in a bucket, this file in it
 # contains the address of the folder in the bucket.

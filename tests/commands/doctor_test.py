@@ -53,8 +53,8 @@ def test_a_good_server(capsys):
     'ok     answer',
   ]
   assert (
-    'search_r1, skyrl, rllm, r1_searcher; retrieval.dialect=search_r1'
-    in (lines[1])
+    'the server answers in search_r1, skyrl, rllm, r1_searcher; '
+    'checked with retrieval.dialect=search_r1' in (lines[1])
   )
   assert "1 passages for 'capital of France'" in lines[3]
   assert 'Paris' in lines[3]

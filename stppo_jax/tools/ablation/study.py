@@ -43,7 +43,10 @@ class Arm:
     return self.group, self.name
 
   def run_name(self, seed: int) -> str:
-    """Returns the name of the arm's run with a seed, valid for a folder."""
+    """Returns the name of the arm's run that has this seed.
+
+    It can be used as the name of a folder.
+    """
     words = [self.group, self.name, f'seed{seed}']
     return '-'.join(file_name(word) for word in words if word)
 
