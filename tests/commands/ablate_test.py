@@ -473,6 +473,8 @@ def test_wrong_input_is_one_line(folder, study, flags, expected, refused):
       'start calculator'.split()
     ),
     *('dead_critic.py:dead_critic', 'bounds.py:bounds', 'gpu.py:gpu'),
+    *('narrow_bounds.py:narrow_bounds', 'sizes.py:sizes'),
+    *('long_turns.py:long_turns', 'long_turns.py:pilot'),
   ],
 )
 def test_the_shipped_studies_have_valid_configs(
