@@ -30,8 +30,9 @@ With turns of 100 tokens the pilot found .009, .015, .078, .099 and .272 nats
 per token for token ratios, from the smallest rate to the largest, and .012,
 .021, .048, .064, .072 and .131 for those of turns. At 1.6e-4 turn ratios were
 already too fast, so their four smaller rates were added then, and the three
-larger ones left out, of which one had made a step. One seed for each rate is noisy. The pilot of 30 tokens
-comes last, so hypothesis 2 has no runs at this length yet.
+larger ones left out, of which one had made a step. One seed for each rate is
+noisy. The pilot of 30 tokens comes last, so hypothesis 2 has no runs at this
+length yet.
 
 Made so far: the four arms with turns of 100 tokens for seed 0, and token ratios
 per turn for seed 1. All five collapse.

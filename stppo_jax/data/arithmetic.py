@@ -64,8 +64,8 @@ class ArithmeticQuestions(questions_lib.Questions):
   def passages(self) -> None:
     """Raises ValueError, because these questions have no passages."""
     raise ValueError(
-      'data.name=arithmetic: has no passages; env.name must be an environment '
-      'that does not search, such as tools'
+      'data.name=arithmetic: its questions have no passages to search, so '
+      'env.name must be an environment that does not search, such as tools'
     )
 
   def demonstrated(self, step: int, count: int) -> list[str]:
