@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 
+from docs import make_collapse
 from launch import study as launcher
 from stppo_jax import __main__
 from stppo_jax.commands.flags import ablation_flags
@@ -469,22 +470,28 @@ def test_wrong_input_is_one_line(folder, study, flags, expected, refused):
   [
     *(
       f'collapse.py:{name}'
-      for name in 'levels turn_length correction controls staleness groups '
-      'start calculator'.split()
+      for name in 'levels turn_length correction correction_seeds controls '
+      'staleness groups start calculator'.split()
     ),
     *('dead_critic.py:dead_critic', 'bounds.py:bounds', 'gpu.py:gpu'),
     *('narrow_bounds.py:narrow_bounds', 'sizes.py:sizes'),
+    *('steps_ahead.py:steps_ahead', 'real_text.py:real_text'),
     *('long_turns.py:long_turns', 'long_turns.py:pilot'),
   ],
 )
-def test_the_shipped_studies_have_valid_configs(
+def test_the_shipped_studies_have_valid_configs_and_those_of_their_tables(
   study, tmp_path, monkeypatch, capsys
 ):
-  # A study may begin with the policy of a run that is made before.
-  shutil.copytree(
-    f'{runs.REPO}/tests/models/published/qwen2_5_1_5b',
-    tmp_path / 'runs/critic/start/policy',
-  )
+  # A study may begin with the policy of a run that is made before, or with data.
+  for start in ('critic/start/policy', 'real_start/policy'):
+    shutil.copytree(
+      f'{runs.REPO}/tests/models/published/qwen2_5_1_5b',
+      tmp_path / 'runs' / start,
+    )
+  data = tmp_path / 'runs/real/data'
+  data.mkdir(parents=True)
+  for file in ('train', 'test', 'corpus'):
+    (data / f'{file}.jsonl').touch()
   monkeypatch.chdir(tmp_path)
   folder = f'{runs.REPO}/studies'
   flags = [f'--config={folder}/{study}', f'--workdir={tmp_path}/study']
@@ -495,6 +502,10 @@ def test_the_shipped_studies_have_valid_configs(
   # Seeds are paired: every arm has each.
   seeds = [re.findall(r'--config\.seed=(\d+)', line)[0] for line in trained]
   assert len({seeds.count(seed) for seed in seeds}) == 1
+  # A table whose runs had other settings could not be gone on with.
+  name = study.partition(':')[2]
+  path = make_collapse.TABLES / f'{name}.csv.gz'
+  results.check(results.read(path), _plan(flags).digests, path)
 
 
 def test_no_number_of_skipped_updates_ends_a_run_of_a_study(tmp_path):
