@@ -66,8 +66,8 @@ _COMPARISONS = {
   'sizes': {'The comparisons that were planned': sizes.COMPARISONS},
 }
 # What the alarms and forecasts are not judged by: a study without stress, whose
-# runs do not collapse, and those that are not complete.
-_APART = ('steps_ahead', 'real_text', 'sizes')
+# runs do not collapse, and one that is not complete.
+_APART = ('steps_ahead', 'real_text')
 _COLOURS = 32  # of a picture
 
 

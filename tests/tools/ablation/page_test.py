@@ -137,10 +137,10 @@ def test_the_areas_of_the_seeds_that_played_no_part_in_the_choice(
     ('real_text', [''], 'turn 0.01', 'token, rate of turns'),
     *(
       ('sizes', [size], arm, 'token_ppo')
-      for size in ('170K', '2M')
+      for size in ('170K', '2M', '10M')
       for arm in ('turn_ppo', 'turn 0.01')
     ),
-    ('sizes', ['2M'], 'turn 0.01', 'turn_ppo'),
+    *(('sizes', [x], 'turn 0.01', 'turn_ppo') for x in ('2M', '10M')),
     ('steps_ahead', [''], '1 ahead', '0 ahead'),
     ('steps_ahead', [''], '2 ahead', '0 ahead'),
   ],
@@ -168,38 +168,45 @@ def test_the_planned_comparisons_of_narrow_bounds_hold_but_for_the_third():
   assert '(Holm: p = .047, .047, .031)' in _KNOWN
 
 
-def test_what_the_page_says_of_2_million_weights():
+def test_three_planned_comparisons_of_sizes_hold():
   runs = results.read(make_collapse.TABLES / 'sizes.csv.gz')
   rows = dead_critic.analysis(runs, sizes.COMPARISONS)[1:]
-  # Holm's correction counts the two comparisons without runs.
-  assert [row[1:2] + row[-2:] for row in rows] == [
-    ['8', '0.016', '0.047'],
-    ['8', '0.008', '0.031'],
+  assert [row[-1] for row in rows] == ['0.031', '0.031', '0.875', '0.031']
+  assert '(Holm: p = .031, .031)' in _KNOWN
+  assert len(runs) == 72
+
+
+@pytest.mark.parametrize(
+  ('size', 'collapses'), [('2M', (5, 0, 0)), ('10M', (2, 1, 0))]
+)
+def test_what_the_page_says_of_larger_models(size, collapses):
+  table = results.read(make_collapse.TABLES / 'sizes.csv.gz')
+  arms = [
+    [run for run in table if run.key == (size, arm)]
+    for arm in ('token_ppo', 'turn_ppo', 'turn 0.01')
   ]
-  assert '(Holm: p = .047, .031)' in _KNOWN
-  runs = [run for run in runs if run.group == '2M']
-  collapsed = [run.arm for run in runs if run.curve.collapsed]
-  assert collapsed == ['token_ppo'] * 5
-  cut, kl, areas = (
-    {
-      arm: [float(of(run)) for run in runs if run.arm == arm]
-      for arm in ('token_ppo', 'turn_ppo', 'turn 0.01')
-    }
-    for of in (
-      lambda run: run.per_step('cut')[:5].mean(),
-      lambda run: run.per_step('kl_old')[:5].mean(),
-      lambda run: run.curve.area,
-    )
+  collapsed = (sum(run.curve.collapsed for run in runs) for runs in arms)
+  assert tuple(collapsed) == collapses
+  cut, kl = (
+    [np.mean([run.per_step(name)[:5] for run in runs]) for runs in arms]
+    for name in ('cut', 'kl_old')
   )
-  token, turn, narrow = (100 * np.mean(x) for x in cut.values())
-  assert (
-    f'{narrow:.0f} % of the tokens in the first five steps, where bounds of .2 '
-    f'cut {turn:.0f} % and those of token ratios {token:.0f} %'
-  ) in _WORDS
-  token, turn, narrow = (f'{np.mean(x):.2f}' for x in kl.values())
+  token, turn, narrow = (f'{100 * x:.0f} %' for x in cut)
+  assert {
+    '2M': f'{narrow} of the tokens in the first five steps, where bounds of .2 '
+    f'cut {turn} and those of token ratios {token}',
+    '10M': f'with 10 million weights {narrow}, {turn} and {token}',
+  }[size] in _WORDS
+  token, turn, narrow = (f'{x:.2f}' for x in kl)
   assert f'KL {narrow} in place of {turn} and {token}' in _WORDS
-  assert f'KL {narrow}, and {turn} with .2 and {token} with token' in _KNOWN
-  (low, high), _, (least, most) = ((min(x), max(x)) for x in areas.values())
+  assert {
+    '2M': f'KL {narrow}, and {turn} with .2 and {token} with token',
+    '10M': f'KL {narrow}, and {token} with token',
+  }[size] in _KNOWN
+  (low, high), _, (least, most) = (
+    (min(areas), max(areas))
+    for areas in ([run.curve.area for run in runs] for runs in arms)
+  )
   assert (
     f'areas are between {least:.2f} and {most:.2f}, and those of token ratios '
     f'between {low:.2f} and {high:.2f}'
