@@ -482,7 +482,7 @@ def test_wrong_input_is_one_line(folder, study, flags, expected, refused):
 def test_the_shipped_studies_have_valid_configs_and_those_of_their_tables(
   study, tmp_path, monkeypatch, capsys
 ):
-  # A study may begin with data, or with the policy of a run that is made before.
+  # A study may begin with data or with the policy of a run that is made before.
   for start in ('critic/start/policy', 'real_start/policy'):
     shutil.copytree(
       f'{runs.REPO}/tests/models/published/qwen2_5_1_5b',
