@@ -33,7 +33,9 @@ queries takes all its keys in one product, and no sums are carried from pair to
 pair. This is faster while the logits of a tile of queries, [C, L], are few.
 
 With a window, a tile of queries skips earlier keys that none of its queries
-sees: whole tiles of keys in the loop, single keys in the unrolled program.
+sees: whole tiles of keys in the loop, single keys in the unrolled program. The
+loop also skips pairs of tiles that share no sequence in any row. Their weights
+are exactly 0, so the result has the same bits without them.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +72,8 @@ def attend(
     tile: the largest number of tokens in a tile.
     mesh: mesh that activations are laid out on; None: one device.
     segment_ids_BL: int32, the number of each token's sequence if rows hold
-      several; 0 at padding. None: every row is one sequence.
+      several; 0 at padding, which comes last. The tokens of a sequence are
+      neighbours. None: every row is one sequence.
     window: the largest number of tokens that a query sees; 0: no limit.
   """
   num_tiles = -(-size // tile)
@@ -118,9 +121,9 @@ def _mix_in_loop(
 
 
 def _forward(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile, window):
-  def add_pair(carry, pair):
+  def add_pair(sums, pair):
     queries, keys = pair
-    mixed, total, largest = (_cut(x, queries, tile) for x in carry)
+    mixed, total, largest = (_cut(x, queries, tile) for x in sums)
     logits = _pair_logits(q_BKRLH, k_BKLH, ids_BL, pair, tile, window)
     # The sums over earlier keys are relative to the old largest logit, so they
     # are rescaled to the new largest logit before new terms are added.
@@ -131,13 +134,13 @@ def _forward(q_BKRLH, k_BKLH, v_BKLH, ids_BL, tile, window):
     total = total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
     updated = (mixed, total, raised)
     return tuple(
-      _put(x, y, queries, tile) for x, y in zip(carry, updated, strict=True)
-    ), None
+      _put(x, y, queries, tile) for x, y in zip(sums, updated, strict=True)
+    )
 
   zeros = jnp.zeros(q_BKRLH.shape, jnp.float32)
   start = (zeros, zeros[..., :1], zeros[..., :1] + _MASKED)
-  (mixed, total, largest), _ = jax.lax.scan(
-    add_pair, start, _pairs(q_BKRLH, tile, window)
+  mixed, total, largest = _sum_pairs(
+    add_pair, start, q_BKRLH, ids_BL, tile, window
   )
   mixed = (mixed / total).astype(v_BKLH.dtype)
   log_total = largest + jnp.log(total)
@@ -151,7 +154,7 @@ def _backward(tile, window, residuals, gradient_BKRLH):
   # One loop over the pairs computes all three gradients, because all three need
   # the weights of a pair, which are costly to compute. A tile of queries or of
   # keys occurs in many pairs, so each pair adds to the gradients of its tiles.
-  def add_pair(carry, pair):
+  def add_pair(sums, pair):
     queries, keys = pair
     q, gradient, log_sum, centre = (
       _cut(x, queries, tile) for x in (q_BKRLH, gradient_BKRLH, log_total, mean)
@@ -169,15 +172,15 @@ def _backward(tile, window, residuals, gradient_BKRLH):
     )
     return tuple(
       _put(x, _cut(x, number, tile, axis) + y, number, tile, axis)
-      for x, (number, y), axis in zip(carry, terms, axes, strict=True)
-    ), None
+      for x, (number, y), axis in zip(sums, terms, axes, strict=True)
+    )
 
   # The gradients of keys and values are summed in the layout [B, K, H, L],
   # which `_sum_over_queries` returns.
   inputs = (q_BKRLH, k_BKLH.swapaxes(2, 3), v_BKLH.swapaxes(2, 3))
   axes = (_TOKENS, -1, -1)
   start = tuple(jnp.zeros(x.shape, jnp.float32) for x in inputs)
-  sums, _ = jax.lax.scan(add_pair, start, _pairs(q_BKRLH, tile, window))
+  sums = _sum_pairs(add_pair, start, q_BKRLH, ids_BL, tile, window)
   d_q, d_k, d_v = _cast_like(sums, inputs)
   return d_q, d_k.swapaxes(2, 3), d_v.swapaxes(2, 3), None
 
@@ -292,22 +295,41 @@ def _cast_like(gradients: Sequence[Array], inputs: Sequence[Array]) -> tuple:
   return tuple(x.astype(y.dtype) for x, y in zip(gradients, inputs))
 
 
-def _pairs(q_BKRLH: Array, tile: int, window: int) -> tuple[Array, Array]:
-  """Returns the tile indices of the queries and of the keys of all pairs.
+def _sum_pairs(add_pair, sums, q_BKRLH, ids_BL, tile, window) -> tuple:
+  """Returns the sums after all pairs of tiles that share a sequence.
 
   A tile of queries is paired with a range of tiles of keys. The range starts at
   the first tile in which the first query sees a key, and ends at the tile with
-  the same index as the tile of queries.
+  the same index as the tile of queries. `add_pair` gets the sums so far and the
+  indices of both tiles, and returns the new sums.
   """
-  pairs = np.tril_indices(q_BKRLH.shape[_TOKENS] // tile)
-  queries, keys = (x.astype(np.int32) for x in pairs)
-  if window:
-    seen = queries * tile + 1 - window < (keys + 1) * tile
-    queries, keys = queries[seen], keys[seen]
+  size = q_BKRLH.shape[_TOKENS]
+  queries, keys = (x.astype(np.int32) for x in np.tril_indices(size // tile))
+  seen = queries * tile + 1 - (window or size) < (keys + 1) * tile
+  queries, keys = queries[seen], keys[seen]
+  shared_P = None
+  if ids_BL is not None:
+    # A sequence that is in both tiles holds all tokens between them. So it is
+    # enough to compare the first query with the last key.
+    first_BP, last_BP = (
+      ids_BL[:, queries * tile],
+      ids_BL[:, keys * tile + tile - 1],
+    )
+    shared_BP = (first_BP == last_BP) & (first_BP > 0)
+    shared_P = jnp.any(shared_BP, axis=0) | (queries == keys)
   # The barrier makes the tile indices seem to depend on the queries. If they
   # were constants, the compiler would compute the masks of all pairs before the
   # loop in which the backward pass recomputes layers, and hold them in memory.
-  return jax.lax.optimization_barrier((queries, keys, q_BKRLH))[:2]
+  pairs = jax.lax.optimization_barrier((queries, keys, q_BKRLH))[:2]
+
+  def body(sums, item):
+    pair, is_shared = item
+    if is_shared is None:
+      return add_pair(sums, pair), None
+    skip = lambda sums, _: sums
+    return jax.lax.cond(is_shared, add_pair, skip, sums, pair), None
+
+  return jax.lax.scan(body, sums, (pairs, shared_P))[0]
 
 
 def _pair_logits(

@@ -205,6 +205,7 @@ def batch(models: Models, *, spread: float = 0.4) -> batch_lib.TokenBatch:
   return annotated.replace(
     sampler_logprobs_BL=old + 0.2 * draw(),
     sentence_ids_BL=batches.sentences(turn_ids),
+    turn_z_BL=draw(),
   )
 
 

@@ -90,6 +90,26 @@ def test_tiles_equal_the_definition(
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_tiles_that_share_no_sequence_are_not_computed():
+  # Three sequences fill the tiles 0 to 1, 2 to 3 and 4 to 5 of one row, and
+  # most of the other row is padding.
+  ids_BL = np.repeat([[1, 2, 3], [4, 0, 0]], 16, axis=1)
+  inputs = _inputs(48, 4, 2)
+  attend = jax.jit(blockwise.attend(48, 8, None, ids_BL))
+  expected = np.array(attend(*inputs))
+  # A weight of 0 would make NaN of NaN.
+  inputs[2][:, :16] = np.nan
+  found = np.array(attend(*inputs))
+  np.testing.assert_array_equal(found[0, 16:], expected[0, 16:])
+  assert np.isnan(found[0, :16]).all()
+
+  def loss(q, k, v):
+    return jnp.sum(attend(q, k, v)[0, 16:])
+
+  gradients = jax.grad(loss, argnums=(0, 1, 2))(*inputs)
+  assert all(np.isfinite(x[0, 16:]).all() for x in gradients)
+
+
 def test_sums_are_in_float32():
   inputs = _inputs(64, 4, 2, dtype=jnp.bfloat16)
   exact = _found(_definition, [x.astype(jnp.float32) for x in inputs])
