@@ -31,11 +31,9 @@ per token for token ratios, from the smallest rate to the largest, and .012,
 .021, .048, .064, .072 and .131 for those of turns. At 1.6e-4 turn ratios were
 already too fast, so their four smaller rates were added then, and the three
 larger ones left out, of which one had made a step. One seed for each rate is
-noisy. The pilot of 30 tokens comes last, so hypothesis 2 has no runs at this
-length yet.
-
-Made so far: the four arms with turns of 100 tokens for seed 0, and token ratios
-per turn for seed 1. All five collapse.
+noisy. The pilot of 30 tokens came after the runs of the other lengths. It found
+.011, .025, .042, .116 and .150 nats per token for token ratios, and .005, .008,
+.014, .029, .073 and .077 for those of turns.
 
 Hypotheses:
 
@@ -67,6 +65,8 @@ _WORDS = {30: 20, 100: 90}
 # Group -> level -> the rate that the pilot gives it.
 _MATCHED = {
   '10 tokens': {'token_ppo': 4e-4, 'turn_ppo': 4e-4},
+  '30 tokens, per turn': {'token_ppo': 4e-4, 'turn_ppo': 1e-4},
+  '30 tokens, per token': {'token_ppo': 6.3e-4, 'turn_ppo': 2.5e-4},
   '100 tokens, per turn': {'token_ppo': 1.6e-4, 'turn_ppo': 2.5e-5},
   '100 tokens, per token': {'token_ppo': 6.3e-4, 'turn_ppo': 2.5e-4},
 }
