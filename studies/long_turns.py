@@ -65,10 +65,10 @@ _WORDS = {30: 20, 100: 90}
 # Group -> level -> the rate that the pilot gives it.
 _MATCHED = {
   '10 tokens': {'token_ppo': 4e-4, 'turn_ppo': 4e-4},
-  '30 tokens, per turn': {'token_ppo': 4e-4, 'turn_ppo': 1e-4},
-  '30 tokens, per token': {'token_ppo': 6.3e-4, 'turn_ppo': 2.5e-4},
-  '100 tokens, per turn': {'token_ppo': 1.6e-4, 'turn_ppo': 2.5e-5},
-  '100 tokens, per token': {'token_ppo': 6.3e-4, 'turn_ppo': 2.5e-4},
+  '30 tokens per turn': {'token_ppo': 4e-4, 'turn_ppo': 1e-4},
+  '30 tokens per token': {'token_ppo': 6.3e-4, 'turn_ppo': 2.5e-4},
+  '100 tokens per turn': {'token_ppo': 1.6e-4, 'turn_ppo': 2.5e-5},
+  '100 tokens per token': {'token_ppo': 6.3e-4, 'turn_ppo': 2.5e-4},
 }
 COMPARISONS = {
   f'{group}: turn - token': [f'{group} turn_ppo', f'{group} token_ppo']
@@ -102,7 +102,7 @@ def studies():
       'seeds': 4,
       'arms': {
         group: {
-          level: {**lengths[group.split(',')[0]], _RATE: rate}
+          level: {**lengths[group.partition(' per')[0]], _RATE: rate}
           for level, rate in rates.items()
         }
         for group, rates in _MATCHED.items()
