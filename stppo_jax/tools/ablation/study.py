@@ -132,6 +132,12 @@ def parse(name: str, content: Any) -> Study:
       f'{start}arms must be a dict of groups, such as '
       "{'': {'token_ppo': {}, 'st_ppo': {}}}"
     )
+  for group in groups:
+    if ',' in group:
+      raise ValueError(
+        f'{start}group {group!r}: must have no comma, because commas separate '
+        'the groups of --groups'
+      )
   arms = [
     _arm(start, group, arm, dict(changes), starts)
     for group, members in groups.items()
