@@ -26,8 +26,8 @@ Demonstration = tuple[types.Question, list[str]]
 # The errors of a turn that searches. The last error is impossible in the first
 # turn, because no passage has been read yet.
 _SEARCH_ERRORS = ('no_search', 'partial_query', 'wrong_fact')
-# The least and the largest number of words of an excerpt. They are about the
-# numbers of words of a question, which the excerpt replaces.
+# The least and the largest number of words of an excerpt. An excerpt replaces a
+# question, so it has about as many words as a question.
 _EXCERPT_WORDS = (5, 20)
 _RANDOM_FILLER = 1 / 8  # the share of filler words that are drawn at random
 

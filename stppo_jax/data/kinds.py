@@ -60,9 +60,8 @@ KINDS: Mapping[str, Kind] = {
   'games': Kind(_games, lambda data: []),
 }
 
-# The number of training questions that are asked for to find a gold passage to
-# quote; see `Questions.training_sample`. At least one of these questions must
-# have such a passage.
+# The argument `count` of `Questions.training_sample`. At least one question of
+# the sample must have a gold passage, which the demonstrations can quote.
 _SAMPLE = 256
 
 

@@ -70,7 +70,7 @@ class Programs(NamedTuple):
       weights, see `keeping_frozen`. On a CPU it may be one program per core.
     update_values: runs the same update for the value model alone, which must
       have layers of its own.
-    annotate, mean_logprobs: see `annotate`.
+    annotate, mean_logprobs: see the module `annotate`.
     token_outputs: see `forward.all_outputs`.
     token_details: see `token_details.measure_tokens`; all hosts get all rows.
     copy: copies the policy's trained weights.

@@ -108,9 +108,9 @@ class VocabularyShard(NamedTuple):
     """Returns the gradients of the hidden states and of the first matrix.
 
     Args:
-      d_logits_CW: gradient of the logits. At the vocabulary entry of each token
-        itself, `d_chosen_C` replaces it.
-      d_chosen_C: gradient of the logit at the entry of each token itself.
+      d_logits_CW: gradient of the logits of this device's vocabulary entries.
+        For the logit of the token in `tokens_C`, `d_chosen_C` is used instead.
+      d_chosen_C: gradient of the logit of the token in `tokens_C`.
       hidden_CD, tokens_C: hidden states and tokens of the chunk.
 
     Returns:

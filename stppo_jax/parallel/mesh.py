@@ -190,7 +190,7 @@ def check_divides(
       raise ValueError(
         f'mesh {axis}={mesh.shape[axis]}{beside} does not divide '
         f'{", ".join(wrong)}{whose}; '
-        f'of up to {mesh.size} devices, {axis} may have {", ".join(fitting)}'
+        f'on at most {mesh.size} devices, {axis} may be {", ".join(fitting)}'
       )
 
 

@@ -50,7 +50,11 @@ class TurnVersions:
     try:
       atomic_files.replace(self._path(step), json.dumps(versions).encode())
     except OSError as error:
-      _log.warning('the run cannot be repeated: %s', error)
+      _log.warning(
+        'cannot write the versions of the policy; the run goes on, but it '
+        'cannot be repeated: %s',
+        error,
+      )
 
   def read(self, step: int) -> Versions | None:
     """Returns the versions of a step, or None if the step has no file.

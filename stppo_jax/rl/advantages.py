@@ -110,7 +110,8 @@ def gae_estimator(
 
   `gae.gae` has the recursion over token or turn steps. Bi-level steps come from
   RAGEN (arXiv 2504.20073). First, GAE over turns, with gamma_turn and
-  lambda_turn, gives each turn k with the sum of rewards r_k a return G_k:
+  lambda_turn, gives each turn k a return G_k, where r_k is the sum of the
+  rewards of turn k:
 
     A_k = r_k + gamma_turn V_{k+1} - V_k + gamma_turn lambda_turn A_{k+1}
     G_k = A_k + V_k
@@ -124,7 +125,8 @@ def gae_estimator(
   authors' code reads V_k at the token with the turn's reward. That code has one
   lambda for both levels, and it recognises a turn by its reward, so it misses
   turns whose reward is 0. Our code and the authors' give the same numbers if
-  lambda_turn = 1 and every turn has a reward other than 0 on its last token.
+  lambda_ and lambda_turn are 1 and every turn has a reward other than 0 on its
+  last token.
 
   Args:
     rewards_BL: the rewards, minus the KL penalty if there is one.

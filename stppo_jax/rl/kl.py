@@ -130,7 +130,7 @@ CONTROLLERS = {
 
 @options.dataclass
 class Kl(options.Options):
-  """Options that say where and how the divergence from the reference enters."""
+  """Options of the penalty on the KL divergence from the reference."""
 
   where: str = options.one_of(KL_PLACES)
   estimator: str = options.one_of(KL_ESTIMATORS)

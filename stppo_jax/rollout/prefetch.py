@@ -333,7 +333,9 @@ class Prefetcher(Policies):
       time.sleep(_PAUSE)
 
   def result(self, step: int) -> Collected:
-    """Waits for the collection of the next step, and returns it.
+    """Returns the collection of the next step when it is complete.
+
+    Without a thread that collects ahead, this call collects the step itself.
 
     Raises:
       RetrieverUnreachable, Outage: if the retriever does not recover.

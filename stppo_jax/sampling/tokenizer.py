@@ -175,8 +175,8 @@ class Tokenizer:
     gap = next((c for c in _GAPS if not any(c in x for x in literals)), None)
     if gap is None:
       raise ValueError(
-        f'each of the characters {_GAPS!r} occurs in the text of some added '
-        'token, so none of them can break up added tokens that a text spells'
+        f'each of the characters {_GAPS!r} occurs in an added token, so none '
+        'of them can be inserted into a text to break up an added token'
       )
     while found := [literal for literal in literals if literal in text]:
       for literal in found:

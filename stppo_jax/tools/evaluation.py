@@ -306,8 +306,8 @@ def _collect_all(
   key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
   row_keys = keys_lib.row_keys(key, 0, len(rows))
   record = functools.partial(record_of, config, services, components.tokenizer)
-  # Each slot gets several dialogues between two writes: at the end of each
-  # batch, slots stay idle until the longest dialogue of the batch has ended.
+  # At the end of a batch, slots stay idle until the longest dialogue of the
+  # batch has ended. With several dialogues for each slot, less time is wasted.
   size = _BATCHES * components_lib.num_slots(components.config, 1)
   for first in range(0, len(left), size):
     part = left[first : first + size]

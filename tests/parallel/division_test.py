@@ -34,24 +34,24 @@ def test_meshes_that_divide_are_accepted(fsdp, tensor, num_kv_heads):
     (
       (1, 8),
       {'cut': {'tensor': {'num_heads': 28, 'vocab_size': 124}}},
-      'tensor=8 .* num_heads=28, vocab_size=124; .* may have 1, 2, 4$',
+      'tensor=8 .* num_heads=28, vocab_size=124; .* may be 1, 2, 4$',
     ),
     ((1, 2), {'num_kv_heads': 3}, 'tensor=2 .*num_kv_heads=3; .* 1, 3, 6$'),
     (
       (8, 1),
       {'cut': {'fsdp': {'hidden_size': 12}}},
-      'fsdp=8 .* hidden_size=12; .* fsdp may have 1, 2, 3, 4, 6$',
+      'fsdp=8 .* hidden_size=12; .* fsdp may be 1, 2, 3, 4, 6$',
     ),
     (
       (1, 1, 4),
       {'cut': {'expert': {'num_experts': 6}}},
-      'expert=4 does not divide num_experts=6; .* expert may have 1, 2, 3, 6$',
+      'expert=4 does not divide num_experts=6; .* expert may be 1, 2, 3, 6$',
     ),
     # The width is cut over both axes.
     (
       (2, 1, 4),
       {'cut': {'fsdp': {'hidden_size': 12}}},
-      'fsdp=2 with expert=4 .* hidden_size=12; .* fsdp may have 1$',
+      'fsdp=2 with expert=4 .* hidden_size=12; .* fsdp may be 1$',
     ),
   ],
 )

@@ -38,7 +38,7 @@ _PREFIX = 'base_model.model.'
 _TENSOR = re.compile(r'base_model\.model\.(.+)\.(lora_[AB])\.weight')
 _EXPERTS = re.compile(r'(.+\.experts)(\.base_layer)?')
 _FUSED, _DOWN = 'gate_up_proj', 'down_proj'
-# Options that do not change what a trained adapter computes.
+# Options that this module reads, or that do not change a trained adapter.
 _HARMLESS = (
   *('r', 'lora_alpha', 'rank_pattern', 'alpha_pattern', 'use_rslora'),
   *('target_modules', 'target_parameters', 'exclude_modules'),
@@ -396,5 +396,5 @@ def _rank_and_scale(content: Mapping[str, Any], name: str) -> tuple[int, float]:
 
 
 def _matching(pattern: str) -> str:
-  """Returns the regular expression that finds a pattern in matrix names."""
+  """Returns a regular expression for dotted names that end with the pattern."""
   return rf'(.*\.)?({pattern})$'

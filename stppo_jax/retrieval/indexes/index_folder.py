@@ -195,7 +195,7 @@ class IndexFolder:
     return True
 
   def part(self, name: str) -> dict[str, Any]:
-    """Returns the options of a part.
+    """Returns the options with which `add_part` has written a part.
 
     Raises:
       ValueError: if there is no such part, or it was made from other passages.

@@ -18,10 +18,11 @@ from stppo_jax.tools.lab import saved_batch
 SILENCED = 'silenced'
 
 
-# By label, an algorithm and the arrays on which it is computed: the result of
-# `saved_batch.select`, with the algorithm's `lab.required_arrays`. All arrays
-# are of one batch, but each algorithm may have its own advantages. The same
-# algorithm may appear under several labels, with different settings.
+# Label -> an algorithm and the arrays on which it is computed. The arrays are
+# the `lab.required_arrays` of the algorithm, as `saved_batch.select` returns
+# them. All arrays are of one batch, but each algorithm may have its own
+# advantages. The same algorithm may have several labels, with different
+# settings.
 Compared = Mapping[str, tuple[algorithm_lib.Algorithm, saved_batch.Arrays]]
 
 

@@ -313,7 +313,7 @@ def _raise_if(problems: Iterable[str]) -> None:
 
 
 def token_batch(arrays: Arrays) -> batch_lib.TokenBatch:
-  """Returns the arrays that `select` has returned as a `TokenBatch`.
+  """Returns a `TokenBatch` that holds the arrays of a result of `select`.
 
   Required fields without an array are 0 or None, and optional fields are None.
   The field `values_BL` of the batch is the array `old_values_BL`.
