@@ -136,10 +136,10 @@ class SyntheticQuestions(Questions):
 
 def _index(run: int, step: int) -> int:
   """Returns the index of the world of a step; run 0 is for demonstrations."""
-  if not 0 <= step < _WORLDS_PER_RUN - synthetic_wiki.NUM_EVALUATION_WORLDS:
+  most = _WORLDS_PER_RUN - synthetic_wiki.NUM_EVALUATION_WORLDS
+  if not 0 <= step < most:
     raise ValueError(
-      f'step {step}: a run has at most {_WORLDS_PER_RUN} worlds, one for each '
-      'step and some for evaluation'
+      f'step {step}: a run has a world for each step, and at most {most} steps'
     )
   return _WORLDS_PER_RUN * run + synthetic_wiki.NUM_EVALUATION_WORLDS + step
 
