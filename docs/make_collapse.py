@@ -24,6 +24,7 @@ from studies import collapse
 from studies import dead_critic
 from studies import forecast
 from studies import gpu
+from studies import long_turns
 from studies import narrow_bounds
 from studies import real_text
 from studies import sizes
@@ -47,6 +48,7 @@ _OWN = {
   'gpu': gpu,
   'real_text': real_text,
   'sizes': sizes,
+  'long_turns': long_turns,
 }
 # Those of them with comparisons of their own, each with a heading.
 _COMPARISONS = {
@@ -64,11 +66,12 @@ _COMPARISONS = {
     'Those that were added later': real_text.ADDED,
   },
   'sizes': {'The comparisons that were planned': sizes.COMPARISONS},
+  'long_turns': {'The comparisons that were planned': long_turns.COMPARISONS},
 }
 # What the alarms and forecasts are not judged by: a study without stress, whose
 # runs do not collapse, and one that is not complete.
 _APART = ('steps_ahead', 'real_text')
-_COLOURS = 32  # of a picture
+_COLOURS = 24  # of a picture
 
 
 def studies() -> dict[str, study_lib.Study]:

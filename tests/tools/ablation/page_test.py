@@ -141,6 +141,8 @@ def test_the_areas_of_the_seeds_that_played_no_part_in_the_choice(
       for arm in ('turn_ppo', 'turn 0.01')
     ),
     *(('sizes', [x], 'turn 0.01', 'turn_ppo') for x in ('2M', '10M')),
+    ('long_turns', ['30 tokens per turn'], 'turn_ppo', 'token_ppo'),
+    ('long_turns', ['100 tokens per turn'], 'turn_ppo', 'token_ppo'),
     ('steps_ahead', [''], '1 ahead', '0 ahead'),
     ('steps_ahead', [''], '2 ahead', '0 ahead'),
   ],
@@ -210,6 +212,31 @@ def test_what_the_page_says_of_larger_models(size, collapses):
   assert (
     f'areas are between {least:.2f} and {most:.2f}, and those of token ratios '
     f'between {low:.2f} and {high:.2f}'
+  ) in _WORDS
+
+
+def test_what_the_page_says_of_long_turns():
+  runs = results.read(make_collapse.TABLES / 'long_turns.csv.gz')
+  collapsed = {run.key: 0 for run in runs}
+  kl = {key: [] for key in collapsed}
+  for run in runs:
+    collapsed[run.key] += run.curve.collapsed
+    kl[run.key].append(run.per_step('kl_old')[:5].mean())
+  of = lambda group: [
+    collapsed[group, arm] for arm in ('token_ppo', 'turn_ppo')
+  ]
+  assert of('100 tokens per turn') == [4, 3]
+  assert of('100 tokens per token') == [4, 4]
+  assert of('30 tokens per turn') == [3, 0]
+  assert of('30 tokens per token') == [4, 0]
+  turn, token, turn_alike, token_alike = (
+    f'{np.mean(kl[f"30 tokens per {stress}", arm]):.2f}'
+    for stress in ('turn', 'token')
+    for arm in ('turn_ppo', 'token_ppo')
+  )
+  assert (
+    f'KL of {turn} in place of {token} per turn, and of {turn_alike} in place '
+    f'of {token_alike} per token'
   ) in _WORDS
 
 
