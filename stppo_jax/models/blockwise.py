@@ -35,7 +35,7 @@ pair. This is faster while the logits of a tile of queries, [C, L], are few.
 With a window, a tile of queries skips earlier keys that none of its queries
 sees: whole tiles of keys in the loop, single keys in the unrolled program. The
 loop also skips pairs of tiles that share no sequence in any row. Their weights
-are exactly 0, so the result has the same bits without them.
+are exactly 0, so the results of real tokens have the same bits without them.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,8 +72,8 @@ def attend(
     tile: the largest number of tokens in a tile.
     mesh: mesh that activations are laid out on; None: one device.
     segment_ids_BL: int32, the number of each token's sequence if rows hold
-      several; 0 at padding, which comes last. The tokens of a sequence are
-      neighbours. None: every row is one sequence.
+      several; 0 at padding. The tokens of a sequence are neighbours. None:
+      every row is one sequence, and its padding comes last.
     window: the largest number of tokens that a query sees; 0: no limit.
   """
   num_tiles = -(-size // tile)
@@ -310,7 +310,8 @@ def _sum_pairs(add_pair, sums, q_BKRLH, ids_BL, tile, window) -> tuple:
   shared_P = None
   if ids_BL is not None:
     # A sequence that is in both tiles holds all tokens between them. So it is
-    # enough to compare the first query with the last key.
+    # enough to compare the first query with the last key. The rows of all
+    # devices decide together, which costs them one small exchange.
     first_BP, last_BP = (
       ids_BL[:, queries * tile],
       ids_BL[:, keys * tile + tile - 1],

@@ -507,7 +507,9 @@ def test_the_shipped_studies_have_valid_configs_and_those_of_their_tables(
   # A table whose runs had other settings could not be gone on with.
   name = study.partition(':')[2]
   path = make_collapse.TABLES / f'{name}.csv.gz'
-  results.check(results.read(path), _plan(flags).digests, path)
+  made = results.read(path)
+  assert made or name == 'pilot'
+  results.check(made, _plan(flags).digests, path)
 
 
 def test_no_number_of_skipped_updates_ends_a_run_of_a_study(tmp_path):

@@ -29,11 +29,13 @@ def _inputs(size, num_heads, num_kv_heads, *, rows=2, dtype=np.float32):
   )
 
 
-def _definition(q_BLNH, k_BLKH, v_BLKH, window=0):
+def _definition(q_BLNH, k_BLKH, v_BLKH, window=0, ids_BL=None):
   size = q_BLNH.shape[1]
   causal_1LL = jnp.tril(jnp.ones((1, size, size), bool))
   if window:
     causal_1LL &= ~jnp.tril(causal_1LL, -window)
+  if ids_BL is not None:
+    causal_1LL = causal_1LL & (ids_BL[:, :, None] == ids_BL[:, None])
   k_BKLH, v_BKLH = (x.swapaxes(1, 2) for x in (k_BLKH, v_BLKH))
   return attention.attention(q_BLNH, k_BKLH, v_BKLH, causal_1LL)
 
@@ -88,6 +90,34 @@ def test_tiles_equal_the_definition(
   np.testing.assert_allclose(mixed, expected, rtol=1e-6, atol=1e-6)
   for ours, theirs in zip(gradients, expected_gradients, strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('window', [0, 7, 9])
+def test_packed_sequences_equal_the_definition(window):
+  # Six tiles of 8: sequences within a tile, over its edge and over all tiles.
+  lengths = ((11, 3, 25), (30, 15), (2, 2, 4, 9))
+  ids_BL = np.array(
+    [
+      np.pad(
+        np.repeat(np.arange(len(row)) + 4 * n + 1, row), (0, 45 - sum(row))
+      )
+      for n, row in enumerate(lengths)
+    ]
+  )
+  inputs = _inputs(45, 4, 2, rows=3)
+  tiles = blockwise.attend(45, 8, None, ids_BL, window)
+  by_definition = functools.partial(_definition, window=window, ids_BL=ids_BL)
+
+  def of_text(attend):
+    return lambda *x: jnp.where(ids_BL[..., None, None] > 0, attend(*x), 0.0)
+
+  for ours, theirs in zip(
+    _found(of_text(tiles), inputs),
+    _found(of_text(by_definition), inputs),
+    strict=True,
+  ):
+    for x, y in zip(ours, theirs, strict=True):
+      np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_tiles_that_share_no_sequence_are_not_computed():

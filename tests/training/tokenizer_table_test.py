@@ -156,7 +156,7 @@ _REFUSED = {
   'no gap': Row(
     'Qwen3',
     {'added': list(' .-_~^')},
-    line='occurs in the text of some added token',
+    line='occurs in an added token',
   ),
   'no such end token': Row(
     'Qwen3',

@@ -133,7 +133,7 @@ def parse(name: str, content: Any) -> Study:
       "{'': {'token_ppo': {}, 'st_ppo': {}}}"
     )
   for group in groups:
-    if ',' in group:
+    if ',' in str(group):
       raise ValueError(
         f'{start}group {group!r}: must have no comma, because commas separate '
         'the groups of --groups'
