@@ -9,7 +9,7 @@ from typing import Any
 
 
 def section() -> dict[str, Any]:
-  """Returns the section: name of an alarm to threshold, and the OPTIONS."""
+  """Returns the section: a threshold for each alarm, and the OPTIONS."""
   return {
     # The largest share of repeated text: the share of policy tokens that end a
     # sequence of four tokens which occurred earlier in the same turn.

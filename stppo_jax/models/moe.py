@@ -221,8 +221,8 @@ def grouped(
     (x_BLD.shape[0], kernels[0][0].shape[2]),
     mesh,
   )
-  # Each device computes a slice of F for all experts, so its results are terms
-  # of a sum over `tensor`, whichever experts its tokens visit.
+  # Each device computes the same slice of F for every expert that it holds, so
+  # its results are terms of a sum over `tensor`, whichever experts are visited.
   apart = 'expert' if 'expert' in activations.names(rows) else None
   wide, narrow, whole = P(apart, None, axis), P(apart, axis), P(apart)
   ups = [(wide, whole, wide)[: len(x)] for x in kernels[:2]]

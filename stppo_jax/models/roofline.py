@@ -45,11 +45,11 @@ BESIDE = (
   'two kinds'
 )
 ASSUMPTIONS = (
-  'every row has all its tokens; the shares of published rates are those that '
-  'Qwen2.5-1.5B reached on one H200 (python -m benchmarks.accelerator --all): '
-  f'annotate and update {SHARES["update"]:.0%} of the operations, recomputed '
-  f'ones included, extend {SHARES["extend"]:.0%}, decode '
-  f"{SHARES['decode']:.0%} of the memory's bandwidth",
+  'every row has all its tokens; the shares of published rates were measured '
+  'with Qwen2.5-1.5B on one H200 (python -m benchmarks.accelerator --all): '
+  f'annotate and update reach {SHARES["update"]:.0%} of the peak rate, '
+  f'recomputed operations included, extend reaches {SHARES["extend"]:.0%}, and '
+  f"decode reaches {SHARES['decode']:.0%} of the memory's bandwidth",
   'products, reads and exchanges between devices of a phase overlap, and '
   'phases follow one another; waiting for the retriever, evaluations, '
   'checkpoints and compiling are left out',

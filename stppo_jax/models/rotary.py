@@ -1,8 +1,8 @@
 """Rotates queries and keys by positions (Su et al., 2021, arXiv 2104.09864).
 
-Shape letters: B rows, L tokens of a row, N heads of queries or of keys, H
-rotated numbers of a head, which are its first numbers. The numbers i and
-i + H/2 of a head are a pair. A pair turns by the angle
+Shape letters: B rows, L tokens of a row, N heads of queries or of keys, H size
+of the rotated part of a head. Only the first H numbers of a head are rotated.
+The numbers i and i + H/2 of a head are a pair. A pair turns by the angle
 
     position * theta^(-2i / H)
 
@@ -92,12 +92,13 @@ def _longrope(
 def _yarn(
   plain: Array, scaling: model_config.RopeScaling, theta: float
 ) -> Array:
-  """Returns frequencies divided by the factor for slow pairs only.
+  """Returns the frequencies, reduced for slow pairs and not for fast pairs.
 
-  The frequencies of fast pairs stay unchanged. Between the last fast pair and
-  the first slow pair, a frequency is a weighted mean of the unchanged and the
-  divided frequency. The weight of the unchanged frequency falls linearly with
-  the index of the pair.
+  The frequencies of slow pairs are divided by the factor, and the frequencies
+  of fast pairs stay unchanged. Between the last fast pair and the first slow
+  pair, a frequency is a weighted mean of the unchanged and the divided
+  frequency. The weight of the unchanged frequency falls linearly with the index
+  of the pair.
   """
   half, original = len(plain), scaling.original_max_position_embeddings
 
@@ -116,11 +117,13 @@ def _yarn(
 def _llama3(
   plain: Array, scaling: model_config.RopeScaling, theta: float
 ) -> Array:
-  """Returns frequencies divided by the factor for slow pairs only.
+  """Returns the frequencies, reduced for slow pairs and not for fast pairs.
 
   A pair is slow if it turns at most low_freq_factor times within the original
-  length. It is fast if it turns at least high_freq_factor times, and then its
-  frequency stays unchanged. The frequencies of other pairs are interpolated.
+  length. Its frequency is divided by the factor. A pair is fast if it turns at
+  least high_freq_factor times. Its frequency stays unchanged. The frequency of
+  every other pair is a weighted mean of the divided and the unchanged
+  frequency.
   """
   del theta
   low, high = scaling.low_freq_factor, scaling.high_freq_factor

@@ -294,8 +294,9 @@ class Publisher:
 
     Args:
       params: the weights with stacked layers, or their shapes.
-      function: takes a part and the index of a layer in it; it is called for
-        every layer of every stack.
+      function: takes a part and the index of a layer in this part. It is called
+        for every layer of every stack. For the part that holds all weights
+        outside of stacks, it is called once, with the index 0.
     """
     made: dict[str, Any] = {}
     layers: dict[tuple[str, int], Tree] = {}

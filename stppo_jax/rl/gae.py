@@ -180,10 +180,12 @@ def bilevel_gae(
   gamma_turn: Array | float,
   lambda_turn: Array | float,
 ) -> Array:
-  """Returns GAE over the tokens of each turn, rewarded by GAE over turns.
+  """Returns GAE within each turn, with rewards from GAE over the turns.
 
-  `advantages.gae_estimator` has the equations. The advantages stand at the
-  policy tokens.
+  GAE over the turns gives each turn an advantage. The advantage plus the value
+  at the turn's first token is the reward of the turn's last token, and the
+  other tokens have no reward. `advantages.gae_estimator` has the equations. The
+  advantages stand at the policy tokens.
   """
   starts_BL = turn_starts(batch)
   turn_advantages_BL = gae(

@@ -207,7 +207,7 @@ def _turn_z(rewards_BL, batch, epsilon, num_turns):
   return masking.select(z_TB.T, after_BT > 0), after_BT
 
 
-# 'joint' compares outcomes also with rewards of turns, 'separate' does not.
+# 'joint' normalises last turns and other turns together, 'separate' apart.
 POOLS = ('joint', 'separate')
 
 

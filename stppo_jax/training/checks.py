@@ -299,8 +299,9 @@ def held_memory(
   if ahead:  # the policies of the last `ahead` steps, and the newest one
     policies = (ahead + 1) * sizes['policy parameters']
     sizes['policies of the next steps'] = policies
-  # For the hosts that collect, a device holds a copy of the weights. When the
-  # copy is first fetched, it moves to the memory of the device's host.
+  # A device that learns also holds the copy of the weights that the hosts which
+  # only collect fetch. At the first fetch, this copy moves to the memory of the
+  # device's host.
   if config.mesh.collectors:
     size = jnp.dtype(config.model.dtype).itemsize
     sizes['weights to be fetched'] = sizes['policy parameters'] * size // 4

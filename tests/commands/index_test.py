@@ -124,4 +124,4 @@ def test_another_encoder_is_refused(refused, tmp_path):
   line = refused('serve', *flags, '--backend=dense')
   assert 'made by another encoder than' in line
   line = refused('serve', *flags, '--backend=bm25')
-  assert 'no bm25 index; parts: dense' in line
+  assert 'no bm25 index; the folder has: dense' in line

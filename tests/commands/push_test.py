@@ -51,7 +51,7 @@ def test_a_policy_is_pushed_with_a_card_of_its_run(
   assert _export(run, out, f'--push_to_hub={_NAME}') == 0
   shown = capsys.readouterr().out
   assert f'would push model.safetensors: {1:,}'[:-1] in shown
-  assert f'to {hub.address}/{_NAME}, which is private if it is new' in shown
+  assert f'to {hub.address}/{_NAME} (if this repository is new, it' in shown
   assert len(hub.requests) == asked
   card = (out / 'README.md').read_text()
   head, _, text = card.removeprefix('---\n').partition('\n---\n')

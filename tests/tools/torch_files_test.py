@@ -34,8 +34,8 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path, hub):
   for place in (str(folder), 'org/old'):
     with pytest.raises(
       ValueError,
-      match=f'in {place}; from pytorch_model.bin, python -m stppo_jax '
-      f'checkpoint convert {place} --out=DIR makes them',
+      match=f'in {place}; python -m stppo_jax checkpoint convert {place} '
+      '--out=DIR converts pytorch_model.bin to safetensors',
     ):
       load.check_weights(place, load.read_config(place))
   (folder / peft.CONFIG).write_text('{"r": 2, "lora_alpha": 2}')

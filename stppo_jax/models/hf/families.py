@@ -228,8 +228,8 @@ FAMILIES: Mapping[str, Family] = {
   ),
 }
 
-# The ends of the names of tensors that contain several leaves in some family,
-# without '.weight'.
+# Some families have tensors that each contain several leaves. These are their
+# names without '.weight'. The full name of such a tensor ends with one of them.
 SHARED = tuple(
   name.removesuffix('.weight')
   for family in FAMILIES.values()

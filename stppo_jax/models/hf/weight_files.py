@@ -41,8 +41,8 @@ def read_headers(
   if not weight_map:
     # For a Hub model, pytorch_model.bin is not downloaded but may exist.
     advice = (
-      f'; from pytorch_model.bin, python -m stppo_jax checkpoint convert '
-      f'{place} --out=DIR makes them'
+      f'; python -m stppo_jax checkpoint convert {place} --out=DIR converts '
+      'pytorch_model.bin to safetensors'
       if hub.is_name(place) or any(directory.glob('pytorch_model*.bin'))
       else ''
     )

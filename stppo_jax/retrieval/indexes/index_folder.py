@@ -203,7 +203,8 @@ class IndexFolder:
     path = self.path / name
     if not path.exists():
       raise ValueError(
-        f'{self.path}: no {name} index; parts: {", ".join(self.parts()) or "-"}'
+        f'{self.path}: no {name} index; the folder has: '
+        f'{", ".join(self.parts()) or "no index"}'
       )
     options = _read_manifest(path / _PART_MANIFEST)
     if options.pop('sha256', None) != self.sha256:

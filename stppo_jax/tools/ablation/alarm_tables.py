@@ -137,9 +137,9 @@ def of_table(
 
   Args:
     run: the run that was read from the table.
-    thresholds: name of an alarm of `MEASURED` to the threshold to try. Every
-      other alarm rings in the steps in which it rang during the run, with the
-      thresholds of the run's config.
+    thresholds: maps names of alarms of `MEASURED` to the thresholds to try.
+      Every other alarm rings in the steps in which it rang during the run, with
+      the thresholds of the run's config.
   """
   rang = {name: run.per_step(f'alarm_{name}') for name in results.ALARMS}
   for name, threshold in (thresholds or {}).items():

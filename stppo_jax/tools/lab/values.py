@@ -171,7 +171,7 @@ def correlations(
 
   Args:
     arrays: the result of `saved_batch.select` with `ARRAYS`.
-    estimated: by name of an estimator, its advantages_BL.
+    estimated: maps the name of an estimator to its advantages_BL.
   """
   ids_BL, last = arrays['turn_ids_BL'], int(arrays['turn_ids_BL'].max())
   found = Correlations([], [], {name: [] for name in estimated})

@@ -68,7 +68,7 @@ def test_other_passages_are_refused(tmp_path):
   manifest.write_text(json.dumps({'sha256': '0' * 64, 'k1': 0.9}))
   with pytest.raises(ValueError, match='made from other passages'):
     _load(folder.path)
-  with pytest.raises(ValueError, match='no dense index; parts: bm25'):
+  with pytest.raises(ValueError, match='no dense index; the folder has: bm25'):
     folder.part('dense')
 
 
