@@ -5,11 +5,12 @@ key and value heads, R = N / K query heads that share one key and value head, H
 size of a head. Heads are shared as in grouped-query attention (Ainslie et al.,
 2023, arXiv 2305.13245).
 
-`attention` computes the definition: it takes any mask and runs on every
-platform. Whole sequences use `causal_attention`, which uses a fused kernel
-(`fused_attention`) or computes long sequences in tiles (`blockwise`). Tiles and
-fused kernels support causal masks only, with or without a window. A KV cache is
-read by `attend_to_slices`, or by a kernel of the package `kernels`.
+`attention` computes the definition of attention, takes any mask and runs on
+every platform. For whole sequences there is `causal_attention`, which uses a
+fused kernel (`fused_attention`) or computes long sequences in tiles
+(`blockwise`). Tiles and fused kernels support causal masks only, with or
+without a window. A KV cache is read by `attend_to_slices`, or by a kernel of
+the package `kernels`.
 """
 
 from collections.abc import Callable, Sequence
@@ -116,19 +117,21 @@ def attend_to_slices(
   *,
   num_kv_heads: int,
 ) -> Array:
-  """Returns attention [B, L, N, H] to the own keys and all pages together.
+  """Returns attention [B, L, N, H] to the keys of `own` and of all pages.
 
-  Each slice is first reduced alone to its partial results, see `_Sums`. These
-  are added to the partial results of the slices before it, after both have been
-  rescaled to the larger of the two largest logits. If a query sees no key of a
-  slice, the largest logit of the slice is _MASKED. The scale of the slice is
-  then exp(_MASKED - largest) = 0 exactly, and the scale of the other slices is
-  exp(0) = 1. Therefore reading such a slice changes no bit of the result, and
-  programs that read different numbers of cached pages agree to the last bit.
+  Each slice is first reduced alone to its partial results, see `_Sums`. The
+  slices are then combined one after another: the partial results of a slice and
+  of all slices before are rescaled to the larger of their two largest logits,
+  and added. If a query sees no key of a slice, the largest logit of the slice
+  is _MASKED. The slice is then rescaled by exp(_MASKED - largest) = 0 exactly,
+  and the slices before by exp(0) = 1. Therefore reading a slice of which a
+  query sees no key changes no bit of the query's result, and programs that read
+  different numbers of cached pages agree to the last bit.
 
   Args:
     q_BLNH: queries.
-    own: keys and values; each query sees at least one of these keys.
+    own: keys and values that are always read. Each query sees at least one of
+      these keys.
     pages: keys and values that are read only if they are needed.
     num_kv_heads: K.
   """
@@ -171,7 +174,10 @@ def attend_to_slices(
 
 
 def _added(one: _Sums, other: _Sums) -> _Sums:
-  """Returns the float32 partial results of two disjoint key sets together."""
+  """Returns the partial results of attention over the keys of both arguments.
+
+  `one` and `other` are the partial results over disjoint sets of keys.
+  """
   largest = jnp.maximum(one[2], other[2])
   scales = [jnp.exp(x[2] - largest) for x in (one, other)]
   mixed, total = (one[n] * scales[0] + other[n] * scales[1] for n in (0, 1))
@@ -179,7 +185,10 @@ def _added(one: _Sums, other: _Sums) -> _Sums:
 
 
 def split_heads(q_BLNH: Array, K: int) -> Array:
-  """Returns q / √H as [B, K, R, L, H], the layout of every product below."""
+  """Returns q / √H as [B, K, R, L, H], the layout that attention computes in.
+
+  Every product of this module, and the kernels, take queries in this layout.
+  """
   B, L, N, H = q_BLNH.shape
   # A TPU pads the second last axis of an array to whole tiles, which would be
   # mostly padding for an axis as short as R. So R is never the second last.
@@ -194,9 +203,9 @@ def _weights(
   *,
   k_scale_BKJ1: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-  """Returns weights exp(logits - largest) [B, K, R, L, J], and two reductions.
+  """Returns (weights, the sum of each query's weights, its largest logit).
 
-  The reductions are the sum of each query's weights and its largest logit.
+  The weights are exp(logit - largest logit) [B, K, R, L, J].
   """
   if k_scale_BKJ1 is not None:
     k_BKJH = k_BKJH.astype(q_BKRLH.dtype)
@@ -215,7 +224,7 @@ def _weights(
 
 
 def _per_key(x_BKJ1: Array) -> Array:
-  """Returns scales [B, K, 1, 1, J], which broadcast to logits and weights."""
+  """Returns one scale per key, in a shape that broadcasts to the logits."""
   return x_BKJ1[:, :, None, None, :, 0]
 
 
@@ -319,9 +328,9 @@ def _xla(
 ) -> Attend:
   """Returns a causal attention function that runs on every platform.
 
-  Short rows use the definition, longer rows are computed in tiles. Padding
-  follows all text, so the causal mask hides it already and `lengths_B` is not
-  needed.
+  Rows of at most one tile are computed by `attention`, and longer rows by
+  `blockwise`. Padding follows all text, so the causal mask hides padding
+  already, and `lengths_B` is not needed.
   """
   del lengths_B
   tile = _CPU_TILE if mesh_lib.platform(mesh) == 'cpu' else _TILE

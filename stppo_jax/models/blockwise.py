@@ -19,10 +19,10 @@ backward pass, which are [L, L] numbers again. So the backward pass is written
 by hand. It saves the inputs, the result, and for each query the number
 log_total = log Σ_j exp(x_j) = m + log t. It then computes the weights of a pair
 of tiles again, already normalised, as exp(x - log_total). With w the normalised
-weights, o the result and g its gradient,
+weights, o the result, e the loss and g = de/do,
 
-    dL/dv_j = Σ_l w_lj g_l
-    dL/dx_lj = w_lj (g_l . v_j - g_l . o_l)
+    de/dv_j = Σ_l w_lj g_l
+    de/dx_lj = w_lj (g_l . v_j - g_l . o_l)
 
 where g_l . o_l = Σ_j w_lj g_l . v_j needs no sum over the tiles of keys. The
 pairs of tiles are visited in the order of the forward pass, so each sum rounds
@@ -79,9 +79,9 @@ def attend(
   num_tiles = -(-size // tile)
   tile = -(-size // num_tiles)  # equal tiles have the least padding
   padded = num_tiles * tile
-  mix: Any = _mix_in_loop  # custom_vjp hides the type of its result
+  mix: Any = _mix_in_loop  # Any, because custom_vjp hides the function's type
   if num_tiles <= _FEW:
-    padded, mix = size, _mix_unrolled  # its last tile may be shorter
+    padded, mix = size, _mix_unrolled  # needs no padding: see its docstring
   ids_BL = segment_ids_BL
   if ids_BL is not None:
     ids_BL = jnp.pad(ids_BL, ((0, 0), (0, padded - size)))
@@ -257,9 +257,9 @@ _mix_unrolled.defvjp(_forward_unrolled, _backward_unrolled)
 def _bounds(
   q_BKRLH: Array, tile: int, window: int
 ) -> list[tuple[int, int, int]]:
-  """Returns (first key, first query, end) of each tile of queries.
+  """Returns (first visible key, first query, end) of each tile of queries.
 
-  The keys and the queries of a tile end at the same position.
+  The queries of a tile, and the keys that they see, end at the same position.
   """
   L = q_BKRLH.shape[_TOKENS]
   return [
@@ -278,10 +278,10 @@ def _mean(gradient: Array, mixed: Array) -> Array:
 
 
 def _sum_over_queries(pairs_BKRLJ: Array, q_BKRLH: Array) -> Array:
-  """Returns pairs times q, summed over queries and query heads [B, K, H, J].
+  """Returns [B, K, H, J]: q times a number per query and key, summed over q.
 
-  In the result H comes before J, because then only q has to be transposed,
-  which is the smaller operand.
+  The sum is over queries and query heads. H comes before J in the result,
+  because then only q, the smaller operand, has to be transposed.
   """
   pairs_BKRLJ = pairs_BKRLJ.astype(q_BKRLH.dtype)
   # einsum sums over its letters in alphabetical order, and the order decides
@@ -296,12 +296,12 @@ def _cast_like(gradients: Sequence[Array], inputs: Sequence[Array]) -> tuple:
 
 
 def _sum_pairs(add_pair, sums, q_BKRLH, ids_BL, tile, window) -> tuple:
-  """Returns the sums after all pairs of tiles that share a sequence.
+  """Returns the sums after `add_pair` has added every pair of tiles.
 
   A tile of queries is paired with a range of tiles of keys. The range starts at
   the first tile in which the first query sees a key, and ends at the tile with
-  the same index as the tile of queries. `add_pair` gets the sums so far and the
-  indices of both tiles, and returns the new sums.
+  the index of the tile of queries. Pairs without a common sequence are skipped.
+  `add_pair` is a function of (sums so far, indices of both tiles).
   """
   size = q_BKRLH.shape[_TOKENS]
   queries, keys = (x.astype(np.int32) for x in np.tril_indices(size // tile))
@@ -364,9 +364,9 @@ def _logits(
 ) -> Array:
   """Returns float32 logits [B, K, R, L, J], _MASKED for hidden keys.
 
-  Query l sees the keys up to l + offset. If `window` is not 0, it sees only the
-  last `window` of these keys. If `ids` are given, it sees only the keys of its
-  own segment.
+  Query l sees the keys up to l + offset. If `window` is not 0, query l sees
+  only the last `window` of these keys. If `ids` are given (segment ids of the
+  queries and of the keys), a query sees only the keys of its own segment.
   """
   logits = _sum('bkrlh,bkjh->bkrlj', q_BKRLH, k_BKJH)
   queries_L, keys_J = (
@@ -382,7 +382,7 @@ def _logits(
 
 
 def _sum(equation: str, x: Array, y: Array) -> Array:
-  """Returns an einsum with operands in y's dtype and sums in float32."""
+  """Returns the einsum of x, in the dtype of y, and y, summed in float32."""
   return jnp.einsum(
     equation, x.astype(y.dtype), y, preferred_element_type=jnp.float32
   )

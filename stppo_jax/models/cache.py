@@ -57,8 +57,8 @@ Array = jax.Array
 Block = tuple[Array, ...]
 Cache = tuple[Block, ...]  # for each layer, the block of all pages
 NO_PAGE = 2**30  # larger than the number of any page
-Recent = tuple[Block, ...]  # for each layer, recent tokens; never int8
-# The smallest magnitude that a scale is made from, so that no scale is zero.
+Recent = tuple[Block, ...]  # for each layer, the block of recent tokens
+# Smaller largest magnitudes count as this number, so that no scale is zero.
 _LEAST = 1e-12
 
 
@@ -94,7 +94,7 @@ def row_shards(
 def row_shards_of_host(
   config: model_config.ModelConfig, mesh: jax.sharding.Mesh
 ) -> int:
-  """Returns the number of `row_shards` that one host of a mesh holds."""
+  """Returns the number of shards of a cache's rows that each host holds."""
   return row_shards(config, mesh) // mesh_lib.num_hosts(mesh)
 
 
@@ -119,7 +119,10 @@ def nothing_recent(
 
 
 def _by_layer(config, plain, with_experts) -> tuple[Any, ...]:
-  """Returns `with_experts` for each layer with experts, and else `plain`."""
+  """Returns an element per layer: `with_experts` if it has experts, or `plain`.
+
+  `config` says which layers have experts.
+  """
   return tuple(
     with_experts if config.stacks[name][0].num_experts else plain
     for name, _ in config.places
@@ -143,10 +146,11 @@ def _in_8_bits(block: Block) -> Block:
 
 
 def expert_ids(cache: Cache, pages_N: Array) -> Array:
-  """Returns the ids of experts that cached tokens visited [N J, layers, E].
+  """Returns the ids of the experts that some tokens visited [N J, layers, E].
 
-  These are the tokens in the pages `pages_N`. Layers without experts are left
-  out. They are recognised by the even number of arrays in their block.
+  The tokens are all tokens of the pages `pages_N`. The axis `layers` has only
+  layers with experts. A layer has experts if its block has an odd number of
+  arrays.
   """
   visits = [page[-1][pages_N, 0] for page in cache if len(page) % 2]
   return jnp.stack([x.reshape(-1, x.shape[-1]) for x in visits], axis=1)
@@ -227,24 +231,26 @@ def _store(
   lengths_B: Array,
   counts_B: Array,
 ) -> Cache:
-  """Returns a device's shard of a cache with recent tokens, by a loop.
+  """Returns one device's pages after a loop has written the recent tokens.
 
   The C new tokens of a row lie in at most T adjacent pages. In each of these
-  pages, the loop rewrites a window of W adjacent positions, which is as many as
-  C tokens can touch in a page. The new contents of all windows are computed
-  before the loop, by one product with one-hot rows. A loop that also cut out
-  the contents of each window would spend its time on starting small kernels.
+  pages, the loop rewrites a window of W adjacent positions, where W is the most
+  positions of a page that C tokens can fill. The new contents of all windows
+  are computed before the loop, by one product with one-hot rows. If the loop
+  also cut out the contents of each window, it would spend its time on starting
+  small kernels.
   """
   num_pages, _, size, _ = cache[0][0].shape
   B, N = table_BN.shape
   C = recent[0][0].shape[2]
   W = min(C, size)
-  touched = (C + size - 2) // size + 1  # T, the most pages of C tokens
+  # T, the largest number of pages that C adjacent tokens lie in.
+  touched = (C + size - 2) // size + 1
   # If the tokens of a row lie in fewer than T pages, its remaining windows keep
   # their old contents, because `is_new_BTW` is false in them.
   numbers_BT = lengths_B[:, None] // size + jnp.arange(touched)[None]
-  # The index of the new token at which each page begins; negative if the page
-  # begins with older tokens.
+  # For each page, the index of the new token at its first position; negative if
+  # an older token is there.
   begins_BT = numbers_BT * size - lengths_B[:, None]
   pages_BT = jnp.take_along_axis(
     table_BN, jnp.minimum(numbers_BT, N - 1), axis=1

@@ -34,10 +34,11 @@ class Copied(NamedTuple):
     layers: for each layer, a tuple of functions. Function n of a layer returns
       page n of every row.
     lengths_B: int32, the number of cached tokens of each row.
-    count: the number of pages of each row that attention needs. If it is an
-      int, the program has no code for further pages. If it is an array, a
-      branch skips further pages when the program runs. An array saves compiling
-      a program for each number, on platforms where a branch is cheap.
+    count: the number of pages of each row that attention needs. If `count` is
+      an int, the program has no code for further pages. If `count` is an array,
+      a branch skips further pages when the program runs. An array suits
+      platforms on which a branch is cheap, because one program then serves all
+      numbers of pages.
   """
 
   layers: tuple[tuple[Callable[[], cache_lib.Block], ...], ...]
@@ -69,7 +70,7 @@ class Copied(NamedTuple):
       scales = (others[0], others[1]) if k_BKJH.dtype == jnp.int8 else None
       size = k_BKJH.shape[2]
       positions_J = n * size + jnp.arange(size)
-      # The positions of this page that each row has filled.
+      # True at the positions of this page that the row has filled.
       seen_BCJ = positions_J[None, None] < self.lengths_B[:, None, None]
       if window:
         queries_BC = self.lengths_B[:, None] + places_C[None]
@@ -98,8 +99,8 @@ class Live(NamedTuple):
 
   Attributes:
     cache: all pages.
-    works: for each window, the result of the kernel's `plan_work`. On a mesh,
-      its arrays hold the results of all devices.
+    works: for each window size of the layers, the result of the kernel's
+      `plan_work`. On a mesh, its arrays hold the results of all devices.
     mesh: mesh that the cache is laid out on; None: one device.
     kernel: the module that defines the kernel.
   """
@@ -128,13 +129,14 @@ class Live(NamedTuple):
         mesh=self.mesh,
         in_specs=(*[spec] * 5, self.kernel.work_specs(rows), P()),
         out_specs=spec,
-        check_vma=False,  # kernels do not declare the mesh axes they vary over
+        # A kernel does not declare along which mesh axes its results differ.
+        check_vma=False,
       )
     pages = self.cache[layer][:2]
     mixed = attend(q_BKRCH, *pages, *own, self.works[window], jnp.int32(first))
-    # The barriers keep the change of layout a separate operation. Without them,
-    # the compiler for TPU would fuse it into the projection that follows, which
-    # would then take four times as long.
+    # The barriers keep the change of layout a separate operation. Otherwise,
+    # the compiler for TPU would fuse the change of layout into the projection
+    # that follows, and the projection would take four times as long.
     joined = attention.join_heads(jax.lax.optimization_barrier(mixed))
     flat = joined.reshape(*joined.shape[:2], -1)
     return jax.lax.optimization_barrier(flat).reshape(joined.shape)
@@ -177,9 +179,9 @@ def read(
     lengths_B: int32, the number of cached tokens of each row.
     count: the number of pages that hold all tokens of the longest row; see
       `Copied`.
-    once: whether only one call of `extend` reads the result. That call then
-      copies each page where it needs the page. Otherwise the pages are copied
-      here, before a loop of calls.
+    once: whether only one call of `extend` reads the result. If so, each page
+      is copied inside this call, just before attention reads the page. If not,
+      `read` copies all pages, before the loop that calls `extend`.
     mesh: mesh that the cache is laid out on; None: one device.
   """
   num_pages, _, size, _ = cache[0][0].shape
@@ -217,7 +219,8 @@ def read(
     return lambda: block
 
   numbers = range(count if isinstance(count, int) else table_BN.shape[1])
-  parts = 4 if config.cache == 'int8' else 2  # arrays without experts' ids
+  # The number of arrays of a layer, without the ids of experts.
+  parts = 4 if config.cache == 'int8' else 2
   layers = tuple(
     tuple(copied(pages[:parts], n) for n in numbers) for pages in cache
   )
@@ -234,7 +237,9 @@ def extend(
   recent: cache_lib.Recent,
   first: Array | int,
 ) -> tuple[Array, cache_lib.Recent]:
-  """Returns the states of the next tokens of each row; decoding has C = 1.
+  """Returns the hidden states of the next C tokens of each row.
+
+  A decode step has C = 1.
 
   Args:
     module: the transformer. Its own layers are not used.

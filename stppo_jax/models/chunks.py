@@ -105,18 +105,20 @@ class VocabularyShard(NamedTuple):
     hidden_CD: Array,
     tokens_C: Array,
   ) -> tuple[Array, Array]:
-    """Returns the gradients of the hidden states and of the first matrix.
+    """Returns the gradients of the hidden states and of matrices[0].
 
     Args:
       d_logits_CW: gradient of the logits of this device's vocabulary entries.
-        For the logit of the token in `tokens_C`, `d_chosen_C` is used instead.
-      d_chosen_C: gradient of the logit of the token in `tokens_C`.
-      hidden_CD, tokens_C: hidden states and tokens of the chunk.
+        The entries for `tokens_C` are ignored; `d_chosen_C` replaces them.
+      d_chosen_C: gradient of the logits of `tokens_C`.
+      hidden_CD: the hidden states of the chunk.
+      tokens_C: for each hidden state, the token that follows.
 
     Returns:
-      The gradient of the hidden states [C, D], in their dtype, summed over all
-      vocabulary entries; and the float32 gradient of this device's shard of the
-      matrix [W, D], summed over the tokens of the chunk.
+      The gradient of the hidden states [C, D], in the dtype of the hidden
+      states, summed over all vocabulary entries. And the float32 gradient of
+      this device's shard of the matrix [W, D], summed over the tokens of the
+      chunk.
     """
     dtype = hidden_CD.dtype
     scaled = lambda x: (x / self.temperature).astype(dtype)
@@ -135,7 +137,10 @@ class VocabularyShard(NamedTuple):
     return self._psum(d_hidden_CD).astype(dtype), d_matrix_WD
 
   def _places(self, tokens_C: Array) -> Array:
-    """Returns each token's index among the entries here, or W if elsewhere."""
+    """Returns each token's index among this device's vocabulary entries.
+
+    If another device has the entry of a token, the index is W.
+    """
     count = self.matrices[0].shape[0]
     if self.axis:
       tokens_C = tokens_C - jax.lax.axis_index(self.axis) * count
@@ -143,7 +148,7 @@ class VocabularyShard(NamedTuple):
     return jnp.where(here_C, tokens_C, count)
 
   def _psum(self, x):
-    """Returns the sum over the devices that share the vocabulary."""
+    """Returns x summed over the devices that hold parts of the vocabulary."""
     return jax.lax.psum(x, self.axis) if self.axis else x
 
 
@@ -192,7 +197,7 @@ def backward(
   matrices: Sequence[Array],
   inputs: Sequence[Array],
 ) -> tuple[Array, Array]:
-  """Returns the gradients of the hidden states and of the first matrix.
+  """Returns the gradients of the hidden states and of the first output matrix.
 
   Args:
     options: see `Options`.
@@ -201,8 +206,8 @@ def backward(
     matrices, inputs: see `forward`.
 
   Returns:
-    The gradient of the hidden states [B, M, D] in their dtype, and the gradient
-    of the first matrix [V, D] in the dtype of that matrix.
+    The gradient of the hidden states [B, M, D], in the dtype of the hidden
+    states; and the gradient of matrices[0] [V, D], in the dtype of this matrix.
   """
 
   def local(matrices, inputs):
@@ -250,7 +255,10 @@ class _Layout(NamedTuple):
 
   @classmethod
   def of(cls, mesh, matrices, inputs) -> '_Layout':
-    """Returns the layout of these arrays on a mesh."""
+    """Returns the layout on a mesh of output matrices and of per-token inputs.
+
+    See `forward` for `matrices` and `inputs`.
+    """
     if mesh is None or mesh.size == 1:
       return cls(None, (), None, ())
     batch, tensor, width = activations.fitting(
@@ -263,16 +271,21 @@ class _Layout(NamedTuple):
 
   @property
   def rows(self) -> P:
-    """The layout of arrays [B, ...]."""
+    """The partition spec of arrays [B, ...]."""
     return P(self.batch)
 
   @property
   def scattered(self) -> P:
-    """The layout of the matrix's gradient [V, D]."""
+    """The partition spec of the gradient of a matrix [V, D]."""
     return P(self.tensor, self.width)
 
   def spread(self, local, out_specs):
-    """Returns a function that runs `local` on the shards of each device."""
+    """Returns a function that runs `local` on each device's own shards.
+
+    Args:
+      local: function of (matrices, inputs) of one device.
+      out_specs: the partition specs of the results.
+    """
     if self.mesh is None:
       return local
     return jax.shard_map(
@@ -305,8 +318,15 @@ def _over_chunks(step, carry, inputs, chunk: int):
   """Scans `step` over chunks [C, ...] of inputs [B, M, ...].
 
   All chunks have the same size, the smallest that does not increase the number
-  of chunks. The last chunk is filled up with zeros, and the results of these
-  are cut off again. A single chunk needs no loop.
+  of chunks. Zeros fill up the last chunk, and the results for these zeros are
+  cut off again. A single chunk needs no loop.
+
+  Args:
+    step: function of (carry, chunk of each input) that returns the new carry
+      and arrays [C, ...].
+    carry: the first carry.
+    inputs: arrays [B, M, ...].
+    chunk: see `Options`.
 
   Returns:
     The last carry, and the results for all tokens [B, M, ...].
@@ -331,8 +351,8 @@ def _over_chunks(step, carry, inputs, chunk: int):
     return x.reshape(rows, count * length, *x.shape[3:])[:, :size]
 
   chunks = tuple(split(x) for x in inputs)
-  # Filling up with zeros is safe: their logits are finite, and in a backward
-  # pass the incoming gradients are filled up with zeros too.
+  # Hidden states of zero are safe: their logits are finite, and in a backward
+  # pass the gradients that belong to them are zero too.
   if count == 1:
     carry, results = step(carry, tuple(x[0] for x in chunks))
     return carry, tuple(join(x[None]) for x in results)

@@ -4,15 +4,17 @@ from collections.abc import Mapping
 import dataclasses
 import itertools
 
-# Kinds of fields of a `ModelConfig`: fields that only the export reads; fields
-# that say how to compute a function, and with which precision, but not which
-# function; and fields that only a dense MLP or only a mixture of experts has.
+# Fields of a `ModelConfig` that `compared` may leave out: fields that only the
+# export reads; fields that choose the program and the precision, but not the
+# function that is computed; and fields that only a dense MLP or only a mixture
+# of experts reads.
 _FOR_EXPORT = ('family', 'max_position_embeddings', 'router_aux_loss_coef')
 _PROGRAM = ('dtype', 'remat', 'scan_unroll', 'attention', 'moe', 'cache')
 _OF_DENSE = ('intermediate_size',)
 _OF_EXPERTS = ('num_experts_per_tok', 'moe_intermediate_size', 'norm_topk_prob')
 
-# The fields of `RopeScaling` that each kind of rope scaling has in a file.
+# For each kind of rope scaling, the fields of `RopeScaling` that a
+# `config.json` gives.
 ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
   'linear': ('factor',),
   'dynamic': ('factor',),
@@ -43,15 +45,16 @@ ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
 class RopeScaling:
   """Says how rotary angles shrink for long texts; see `models/rotary.py`.
 
-  A pair is two numbers of a head that are rotated together. Its turns are the
-  number of full rotations within the original length.
+  A pair is two numbers of a head that are rotated together. The turns of a pair
+  are the number of full rotations within the original length. 'llama3' and
+  'yarn' shrink the angles of slow pairs, and keep the angles of fast pairs.
 
   Attributes:
-    rope_type: a key of `ROPE_FIELDS`, which lists the fields that the type has
-      in a `config.json`. 'dynamic' also uses the original length, and 'dynamic'
-      and 'longrope' also use `length`.
-    factor: the number that divides the angles; for 'dynamic', how fast theta
-      grows with the length.
+    rope_type: the kind of scaling, a key of `ROPE_FIELDS`. A kind uses the
+      fields of its entry in `ROPE_FIELDS`. 'dynamic' also uses the original
+      length and `length`, and 'longrope' also uses `length`.
+    factor: the number that divides the angles. For 'dynamic', the number that
+      says how fast theta, the base of the frequencies, grows with the length.
     low_freq_factor, high_freq_factor: for 'llama3', a pair with at most
       low_freq_factor turns is slow, and a pair with at least high_freq_factor
       turns is fast.
@@ -65,10 +68,10 @@ class RopeScaling:
     short_factor, long_factor: for each pair, the number that divides its angle.
       short_factor is used for texts up to the original length, and long_factor
       for longer texts.
-    length: the longest text of the run in tokens. 'dynamic' and 'longrope' are
-      computed for this length. `transformers` computes them for the current
-      length, which is impossible here, because cached keys cannot be rotated
-      again.
+    length: the longest text of the run in tokens. The angles of 'dynamic' and
+      'longrope' are computed for this length. `transformers` computes these
+      angles for the current length of a text. This is impossible here, because
+      cached keys cannot be rotated again.
   """
 
   rope_type: str
@@ -107,9 +110,10 @@ class ModelConfig:
     rms_norm_eps: the number that norms add to the mean square.
     qkv_bias: whether the query, key and value projections have biases.
     tie_embeddings: whether the output head uses the matrix of the embedding.
-    family: the model family that the config was read from, which the export
-      writes; '': the first family with these blocks. Configs that differ only
-      in this field compare as equal.
+    family: the model family of the files that the config was read from. The
+      export writes files of this family; '': of the first family whose layers
+      have the same parts. Configs that differ only in this field compare as
+      equal.
     o_bias: whether the output projection of attention has a bias.
     mlp_bias: whether the projections of the MLP have biases.
     qk_norm: whether queries and keys pass a norm before they are rotated.
@@ -120,14 +124,15 @@ class ModelConfig:
     norm_offset: the number that is added to the scales of norms.
     activation: a key of `transformer.ACTIVATIONS`.
     scale_embedding: whether embedded tokens are multiplied by √D.
-    query_pre_attn_scalar: the number whose square root divides the logits of
-      attention; 0: H.
+    query_pre_attn_scalar: attention divides its logits by the square root of
+      this number; 0: by √H.
     partial_rotary_factor: the share of the numbers of a head that is rotated.
     windows: for each layer, the largest number of tokens that a query sees, its
       own token and the tokens before it; 0: no limit. (): no limit in any
       layer.
-    local_rope_theta: base of the rotary frequencies in layers with a window,
-      which are then not scaled; 0: all layers have the same frequencies.
+    local_rope_theta: base of the rotary frequencies in layers with a window.
+      `rope_scaling` does not change these frequencies. 0: all layers have the
+      same frequencies.
     num_experts: X, the number of gated MLPs that a token is routed among; 0:
       one dense MLP.
     dense_layers: the indices of layers with a dense MLP in a model whose other
@@ -144,8 +149,9 @@ class ModelConfig:
     dtype: dtype of the activations; weights are stored in float32.
     remat: which results of a layer are saved for the backward pass; a key of
       `transformer.POLICIES`.
-    scan_unroll: layers per iteration of the scan over layers. A larger number
-      compiles longer and, for small models on a CPU, runs faster.
+    scan_unroll: number of layers in an iteration of the scan over layers. With
+      a larger number, compiling takes longer, and small models run faster on a
+      CPU.
     attention: how attention of whole sequences is computed; a key of
       `attention.IMPLEMENTATIONS`.
     moe: how experts are computed; a key of `moe.IMPLEMENTATIONS`.
@@ -222,11 +228,14 @@ class ModelConfig:
 
   @property
   def pattern(self) -> tuple[int, list[tuple[str, slice, slice]]]:
-    """How often a pattern of layers repeats, and its runs of equal layers.
+    """The number of repetitions of the pattern of layers, and the runs in it.
 
-    A run is adjacent layers of the pattern that are in the same stack. A run is
-    given as (name of the stack, range of the layers in the pattern, range of
-    the layers among the layers of the stack that one repetition uses).
+    If all layers are in one stack, the pattern is all layers. Otherwise it is
+    the shortest sequence of stacks whose repetition gives the stacks of all
+    layers. A run is some adjacent layers of the pattern in the same stack. For
+    each run there is a tuple (name of the stack, indices of the run's layers in
+    the pattern, indices of these layers in the part of the stack that one
+    repetition of the pattern uses).
     """
     names, count = [name for name, _ in self.places], self.num_layers
     length = count
@@ -243,7 +252,7 @@ class ModelConfig:
 
 
 def computed_as(config: ModelConfig, other: ModelConfig) -> ModelConfig:
-  """Returns `config` with the fields of `other` that say how to compute."""
+  """Returns `config`, with the program and the precision that `other` has."""
   fields = {name: getattr(other, name) for name in _PROGRAM}
   return dataclasses.replace(config, **fields)
 
@@ -251,7 +260,7 @@ def computed_as(config: ModelConfig, other: ModelConfig) -> ModelConfig:
 def compared(config: ModelConfig) -> tuple[str, ...]:
   """Returns the names of the fields that decide which function is computed.
 
-  Models with equal values of these fields compute the same function of their
+  Two models with equal values of these fields compute the same function of
   weights and tokens.
   """
   others = _OF_DENSE if config.num_experts else _OF_EXPERTS

@@ -11,10 +11,11 @@ rows:
 
     [b fsdp, L, d]  -- all-to-all -->  [b, L, D]
 
-The gradient goes the opposite way, and each device adds it up for its own
-columns. The exchange sends as many bytes as the hidden states have, whatever
-the size of the vocabulary. (If the axis `expert` has several devices, `fsdp`
-stands for both axes here.)
+In the backward pass, the same exchange in the opposite direction gives each
+device the gradients of its own columns, which the device adds up. An exchange
+sends as many bytes as the hidden states have, whatever the size of the
+vocabulary. (If several devices are along the axis `expert`, read "along `fsdp`
+and `expert`" for "along `fsdp`".)
 """
 
 import functools
@@ -34,13 +35,13 @@ _WIDTH = mesh_lib.WEIGHT_AXES
 def look_up(
   table_VD: Array, tokens_BL: Array, mesh: jax.sharding.Mesh | None
 ) -> Array:
-  """Returns the tokens' entries of the table [B, L, D], sharded by rows.
+  """Returns each token's entry of the table, as [B, L, D] sharded by rows.
 
   The backward pass adds up the gradients of equal tokens in float32, and each
-  device rounds its sum to the dtype of the table once. (The gradient of JAX
-  would add the terms one by one in the dtype of the table. In bfloat16, the sum
-  of a frequent token would stop growing after some hundred terms, because each
-  term is less than half a unit in the last place of the sum.)
+  device rounds its sum to the dtype of the table once. (JAX's own gradient of
+  indexing adds the terms one by one in the dtype of the table. In bfloat16, the
+  sum of a frequent token would stop growing after some hundred terms, because
+  then each term is less than half a unit in the last place of the sum.)
 
   Args:
     table_VD: the embedding.
@@ -57,7 +58,11 @@ def look_up(
 
 
 def _exchanges(table_VD, tokens_BL, mesh) -> bool:
-  """Returns whether devices hold different columns, in shards of equal size."""
+  """Returns whether `look_up` exchanges results between devices.
+
+  This needs columns of the table on different devices, and mesh axes that
+  divide the table's entries, its columns, and the rows of tokens.
+  """
   if mesh is None or activations.extent(mesh, _WIDTH) == 1:
     return False
   entries, width = table_VD.shape
@@ -87,7 +92,7 @@ _whole.defvjp(_whole_forward, _whole_backward)
 def _exchanged(
   mesh: jax.sharding.Mesh, table_VD: Array, tokens_BL: Array
 ) -> Array:
-  """Returns the result of `_whole` without gathering the table's columns."""
+  """Returns table_VD[tokens_BL] without gathering the table's columns."""
 
   def local(table_Wd, tokens_bL):
     # Token ids are small, so each device along `fsdp` gets the ids of all rows.
@@ -143,26 +148,33 @@ def _spread(local, mesh, in_specs, out_specs):
 
 
 def _all_rows(tokens_bL: Array) -> Array:
-  """Returns the token ids of the rows of all devices along `fsdp`."""
+  """Returns the token ids that all devices along `fsdp` hold, row by row."""
   return jax.lax.all_gather(tokens_bL, _WIDTH, axis=0, tiled=True)
 
 
 def _places(tokens_BL: Array, count: int) -> Array:
-  """Returns each token's index in the table here, or `count` if elsewhere."""
+  """Returns each token's index among the `count` entries on this device.
+
+  If another device has the entry of a token, the index is `count`.
+  """
   places_BL = tokens_BL - jax.lax.axis_index(_TENSOR) * count
   return jnp.where((places_BL >= 0) & (places_BL < count), places_BL, count)
 
 
 def _shape(table_VD: Array) -> Array:
-  """Returns an array without elements that has the table's shape and dtype.
+  """Returns an empty array [0, V, D] with the table's dtype.
 
-  The backward pass needs only these two, so the table itself can be freed.
+  The backward pass needs only the shape and the dtype of the table, so the
+  table itself can be freed.
   """
   return jnp.zeros((0, *table_VD.shape), table_VD.dtype)
 
 
 def _sums(empty: Array, tokens_BL: Array, gradient_BLD: Array) -> Array:
-  """Returns the float32 sum of the gradients of each table entry."""
+  """Returns for each entry the sum of its tokens' gradients [V, D], float32.
+
+  `empty` is an array [0, V, D]. Token ids of V or more are ignored.
+  """
   sums_VD = jnp.zeros(empty.shape[1:], jnp.float32)
   return sums_VD.at[tokens_BL].add(
     gradient_BLD.astype(jnp.float32), mode='drop'

@@ -65,8 +65,8 @@ def attention_operations(
 
   Args:
     shape: the config of the model.
-    length: the number of tokens of the token's row. On average the token
-      attends to half of them, or to fewer in a layer with a window.
+    length: the number of tokens of a row. On average, a token attends to half
+      of the row's tokens, or to fewer tokens in a layer with a window.
   """
   keys = seen_keys(shape, length)
   return 4.0 * keys * shape.num_heads * shape.head_dim
@@ -85,7 +85,7 @@ def seen_keys(shape: model_config.ModelConfig, length: float) -> float:
 
 
 def layer_operations(shape: model_config.ModelConfig, length: float) -> float:
-  """Returns the forward operations of all layers for a token.
+  """Returns the forward operations of all layers for one token.
 
   Args:
     shape: the config of the model. Only the visited experts count.
@@ -102,7 +102,9 @@ def logit_operations(shape: model_config.ModelConfig) -> float:
 def recomputed_layer_operations(
   shape: model_config.ModelConfig, length: float
 ) -> float:
-  """Returns the operations per token that the layers' backward pass repeats.
+  """Returns the forward operations that the backward pass repeats, per token.
+
+  The operations of all layers count, and the operations of logits do not.
 
   Args:
     shape: the config of the model. Its `remat` says which results are saved.
@@ -112,7 +114,8 @@ def recomputed_layer_operations(
     return 0.0
   count = attention_operations(shape, length)
   if shape.remat == 'full':
-    # The backward pass does not need the result of the down projection.
+    # All projections are computed again, except the down projection: the
+    # backward pass does not need its result.
     weights = _all_weights(shape)
     count += 2.0 * (weights.attention + weights.expand)
   return count
@@ -122,6 +125,8 @@ def forward_operations(
   shape: model_config.ModelConfig, lengths: Iterable[float], losses: float
 ) -> tuple[float, float]:
   """Returns the forward operations of a policy, and of a value model.
+
+  Each number counts the operations of all rows together.
 
   Args:
     shape: the config that both models have.
@@ -135,11 +140,12 @@ def forward_operations(
 def recomputed_operations(
   shape: model_config.ModelConfig, lengths: Iterable[float], losses: float
 ) -> tuple[float, float]:
-  """Returns the operations that the backward pass repeats, for both models.
+  """Returns the forward operations that the backward pass repeats.
 
-  The first number is for a policy, and the second for a value model. Logits are
-  always computed again, because they are too large to be saved. Operations that
-  an attention kernel repeats inside itself are not counted.
+  The first number is for a policy, and the second for a value model. The logits
+  of a policy are always computed again, because logits are too large to be
+  saved. Operations that an attention kernel repeats inside itself are not
+  counted.
 
   Args:
     shape, lengths, losses: see `forward_operations`.

@@ -103,7 +103,7 @@ class Model:
       tensor += ['moe_intermediate_size'] if experts else []
       if not experts or self.config.dense_layers:
         tensor.append('intermediate_size')
-      # The sizes of the model that each axis of the mesh must divide.
+      # For each axis of the mesh, the sizes of the model that it must divide.
       apart = ('num_experts', 'hidden_size') if experts else ()
       sharded = {'expert': apart, 'fsdp': ('hidden_size',), 'tensor': tensor}
       mesh_lib.check_divides(
@@ -145,15 +145,20 @@ class Model:
     return lora_lib.join(frozen, params)
 
   def merge_adapters(self, params: Params) -> Params:
-    """Returns weights with which `plain_policy` computes the same policy."""
+    """Returns weights of `plain_policy` that compute the policy of `params`.
+
+    Args:
+      params: weights of this model, with or without adapters.
+    """
     params = {name: x for name, x in params.items() if name != 'scalar_head'}
     return params if self.lora is None else lora_lib.merge(self.lora, params)
 
   @property
   def plain_policy(self) -> 'Model':
-    """The policy of the same shape without adapters and without a value head.
+    """This model without adapters and without a value head.
 
-    This policy takes merged weights, or the weights of a base model.
+    Its parameters are the result of `merge_adapters`, or the weights of a base
+    model.
     """
     return dataclasses.replace(self, head='vocabulary', lora=None)
 
@@ -216,8 +221,9 @@ class Model:
       **rows: see `Rows`.
     """
     loss_positions_BM = rows.get('loss_positions_BM')
-    # Values at all tokens need the states of all tokens. The logits then use
-    # only the states that predict the loss positions.
+    # If only loss positions are wanted, only their states are computed. But
+    # values at all tokens need the states of all tokens, and then the logits
+    # select the states that they need.
     narrowed = loss_positions_BM is not None
     narrowed &= self.head != 'both' or not values_everywhere
     rows['loss_positions_BM'] = loss_positions_BM if narrowed else None

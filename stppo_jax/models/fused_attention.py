@@ -1,17 +1,18 @@
 """Computes causal attention by fused kernels: cuDNN on GPU, splash on TPU.
 
 Shape letters: B rows, L tokens of a row, N query heads, K key and value heads,
-H size of a head. Both kernels skip padding.
+H size of a head.
 
-JAX's public interface to cuDNN takes the lengths of rows, but no segments. So
-if rows hold several sequences, each sequence is copied to a row of its own for
-the time of attention. Copying queries, keys, values and results takes little
-time compared with the products of a layer, and the kernel computes nothing for
-the padding.
+The cuDNN kernel computes nothing for padding. JAX's public interface to cuDNN
+takes the length of each row, but no ids that separate several sequences of a
+row. So if rows hold several sequences, each sequence is copied to a row of its
+own before attention, and the results are copied back. These copies take little
+time compared with the products of a layer.
 
 The splash kernel works on tiles of at least 128 tokens, and skips tiles in
-which the causal mask hides all keys. It takes the sequences of a row, and the
-row's padding, as segments that do not attend to each other.
+which the causal mask hides all keys. The sequences of a row, and the padding of
+the row, are segments that do not attend to each other. Padding is computed like
+text.
 """
 
 from collections.abc import Callable
@@ -29,8 +30,8 @@ Attend = Callable[[Array, Array, Array], Array]
 
 # Possible numbers of tokens in a tile of the splash kernel. The first number
 # that divides the padded length is used. Rows longer than the largest tile are
-# padded to a multiple of it, because with smaller tiles the kernel starts more
-# often and reads keys and values more often.
+# padded to a multiple of the largest tile, because with smaller tiles the
+# kernel starts more often and reads keys and values more often.
 _TILES = (512, 256, 128)
 
 
@@ -54,7 +55,8 @@ def cudnn(
     return _of_sequences(segments, mesh, window)
   options: dict[str, Any] = {'is_causal': True, 'implementation': 'cudnn'}
   if window:
-    options['local_window_size'] = window - 1, 0  # tokens before and after
+    # The numbers of tokens before and after its own token that a query sees.
+    options['local_window_size'] = window - 1, 0
   valid_BL11 = None
   if lengths_B is not None:
     valid_BL = jnp.arange(size)[None] < lengths_B[:, None]
@@ -85,8 +87,9 @@ def _of_sequences(
 ) -> Attend:
   """Returns a causal attention function for rows with several sequences.
 
-  Shape letters: s shards of the rows; in each shard at most b sequences of at
-  most L tokens, and p token positions in all its rows together.
+  Shape letters: s shards that the rows are cut into, p token positions in all
+  rows of a shard together, b the largest number of sequences in a shard, L the
+  largest number of tokens in a sequence.
   """
   s = 1 if mesh is None else activations.extent(mesh, activations.ROWS)
   _, _, b, L = segments
@@ -185,14 +188,18 @@ def splash(
       mesh=mesh,
       in_specs=(heads, heads, heads, P(heads[0])),
       out_specs=heads,
-      check_vma=False,  # kernels do not declare the mesh axes they vary over
+      # A kernel does not declare along which mesh axes its results differ.
+      check_vma=False,
     )(*inputs)
 
   return attend_rows
 
 
 def _kernel(splash_attention, masks, padded: int, interpret: bool):
-  """Returns the kernel for one row, with one tile size for all its loops."""
+  """Returns the splash kernel for one row of `padded` tokens.
+
+  All loops of the kernel use the same tile size.
+  """
   tile = next(size for size in _TILES if padded % size == 0)
   names = (
     'block_q',

@@ -48,8 +48,8 @@ def token_logprobs_and_entropy(
     temperature: the number that divides the logits.
     chunk: see `chunks.Options`.
     mesh: mesh that the arrays are laid out on; None: one device.
-    narrowed: whether `hidden_BLD` holds only the states at `state_positions`,
-      [B, M, D].
+    narrowed: whether `hidden_BLD` is [B, M, D] and holds only the states that
+      predict the tokens at the loss positions, see `state_positions`.
 
   Returns:
     logprobs_BL and entropy_BL, float32; 0 outside the loss positions and at the
@@ -125,8 +125,9 @@ def token_values(
   Values are 0 outside the loss positions and at the first token.
 
   Args:
-    hidden_BLD: final hidden states; if loss positions are given, only the
-      states at `state_positions`, [B, M, D].
+    hidden_BLD: final hidden states. If loss positions are given, this is
+      [B, M, D] and holds only the states that predict the tokens at the loss
+      positions, see `state_positions`.
     scalar_D1: the value head.
     tokens_BL: token ids.
     loss_positions_BM: positions of the tokens whose values the caller wants,
@@ -147,10 +148,14 @@ def token_values(
 
 
 def state_positions(loss_positions_BM: Array, length: int) -> Array:
-  """Returns the positions l - 1 of the states that predict the tokens l.
+  """Returns the position l - 1 of the predicting state per loss position l.
 
-  Loss positions outside 1..L - 1 are filler. For filler, the results lie
-  outside 0..L - 1, where `transformer.gather_states` gives zeros.
+  Loss positions outside 1..L - 1 are filler. For filler, the returned positions
+  lie outside 0..L - 1, where `transformer.gather_states` gives zeros.
+
+  Args:
+    loss_positions_BM: the loss positions.
+    length: L.
   """
   return _distinct_positions(loss_positions_BM, length) - 1
 
@@ -167,7 +172,10 @@ def _gather_before(hidden_BLD: Array, loss_positions_BM: Array | None) -> Array:
 
 
 def _gather_tokens(tokens_BL: Array, loss_positions_BM: Array | None) -> Array:
-  """Returns the tokens at the loss positions [B, M]; any id for filler."""
+  """Returns the tokens at the loss positions [B, M].
+
+  For filler, the token is arbitrary.
+  """
   if loss_positions_BM is None:
     return tokens_BL[:, 1:]
   return jnp.take_along_axis(tokens_BL, loss_positions_BM, axis=1, mode='clip')
@@ -191,9 +199,10 @@ def _scatter(
 def _distinct_positions(loss_positions_BM: Array, length: int) -> Array:
   """Returns the loss positions, with distinct filler outside of the row.
 
-  Loss positions outside 1..L - 1 are filler. `unique_indices=True` promises
-  that no index of a row occurs twice, so all filler of a row must differ. The
-  new filler starts at L + 1, so that filler - 1 is outside of the row too.
+  Loss positions outside 1..L - 1 are filler. `_scatter` promises JAX, with
+  `unique_indices=True`, that no index of a row occurs twice. So the filler of a
+  row is replaced by L + 1, L + 2 and so on. The first is L + 1 and not L, so
+  that filler - 1, the position of a state, is outside of the row too.
   """
   outside_M = length + 1 + jnp.arange(loss_positions_BM.shape[1])
   real_BM = (loss_positions_BM > 0) & (loss_positions_BM < length)

@@ -25,14 +25,15 @@ class Linear(nnx.Module):
     self.adapter_scale = None
 
   def adapt(self, a: Array, b: Array, *, scale: float) -> None:
-    """Adds scale (x @ a) @ b to the result of every later call."""
+    """Makes every later call add scale (x @ a) @ b to its result."""
     self.lora_a, self.lora_b = nnx.Param(a), nnx.Param(b)
     self.adapter_scale = scale
 
   def __call__(self, x: Array) -> Array:
-    # x is flattened, so that this is a product of two matrices. On a CPU, the
-    # gradient of a batched product takes twice as long. And the policies of
-    # `remat` recognise products with weights by their lack of batch dimensions.
+    # x is flattened to make this a product of two matrices. A batched product
+    # would have two faults. Its gradient takes twice as long on a CPU. And the
+    # policies of `remat` recognise a product with weights by the absence of
+    # batch dimensions.
     flat = x.reshape(-1, x.shape[-1])
     y = flat @ self.kernel[...].astype(x.dtype)
     if self.adapter_scale is not None:
@@ -58,15 +59,18 @@ class Experts(Kernel):
     self.adapter_scale = None
 
   def adapt(self, a: Array, b: Array, *, scale: float) -> None:
-    """Adds scale a @ b to the matrix of every expert, see `lora`."""
+    """Stores an adapter for each expert, which adds scale a @ b to its matrix.
+
+    See `lora`. The result of `matrices` has the adapters.
+    """
     self.lora_a, self.lora_b = nnx.Param(a), nnx.Param(b)
     self.adapter_scale = scale
 
   def matrices(self, dtype: Any) -> tuple[Array, ...]:
-    """Returns the matrices W [X, in, out] and, if they exist, the adapters.
+    """Returns (W,), or (W, A, B) if the experts have adapters.
 
-    The adapters are A [X, in, rank] and B [X, rank, out], with the scale
-    already multiplied into B.
+    W [X, in, out] are the matrices of the experts. A [X, in, rank] and
+    B [X, rank, out] are the adapters. B is already multiplied by the scale.
     """
     w_XKN = self.kernel[...].astype(dtype)
     if self.adapter_scale is None:

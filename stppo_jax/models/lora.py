@@ -71,9 +71,9 @@ class Lora:
   def adapts(self, name: str) -> bool:
     """Returns whether the layer of this name has an adapter.
 
-    A model has many experts, so `targets` selects their matrices only if the
-    text that it matches contains 'moe/'. The expressions `moe/` and `.*` select
-    them, and `gate_proj$` does not.
+    A model has many experts, so the matrices of experts have adapters only if
+    the text that `targets` matches contains 'moe/'. The expressions `moe/` and
+    `.*` match such a text, and `gate_proj$` does not.
     """
     found = re.search(self.targets, _in_layers(name))
     return found is not None and (EXPERTS in found[0] or EXPERTS not in name)
@@ -93,15 +93,19 @@ def _matching(patterns: Iterable[str], name: str, default: float) -> float:
 
 
 def _in_layers(name: str) -> str:
-  """Returns a matrix's name with the prefix 'dense_layers/' as 'layers/'."""
+  """Returns a matrix's name, with 'dense_layers/' replaced by 'layers/'."""
   return name.removeprefix('dense_')
 
 
 def adapted(options: Lora, names: Iterable[str]) -> list[str]:
   """Returns the names of the linear layers that have adapters, sorted.
 
+  Args:
+    options: the targets, and the patterns of ranks and alphas.
+    names: the names of all linear layers of a model.
+
   Raises:
-    ValueError: an expression matches no name, so it may be misspelt.
+    ValueError: an expression is found in no name, so it may be misspelt.
   """
   names = sorted(names)
   found = [name for name in names if options.adapts(name)]
@@ -126,7 +130,8 @@ def _matches_none(key: str, text: str, names: Iterable[str]) -> ValueError:
 def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
   """Returns fresh adapters.
 
-  A is uniform in ±1 / sqrt(in), as in the authors' code; B is zero.
+  A is uniform between -1 / sqrt(in) and 1 / sqrt(in), as in the code of Hu et
+  al.; B is zero.
 
   Args:
     options: the ranks and the targets.
@@ -164,7 +169,7 @@ def join(one: Params, other: Params) -> Params:
 
 
 def merge(options: Lora, params: Params, name: str = '') -> Params:
-  """Returns weights W + s A B, which compute the same without adapters.
+  """Returns weights without adapters, in which W + s A B takes the place of W.
 
   A merged kernel has the wider of the dtypes of base and adapters, because
   rounding to a bfloat16 base would lose small float32 adapters.

@@ -49,7 +49,10 @@ def abstract_params(config: model_config.ModelConfig, head: str) -> Params:
 def kernels(
   config: model_config.ModelConfig, head: str, mesh: jax.sharding.Mesh | None
 ) -> dict[str, Any]:
-  """Returns the abstract kernels that may have adapters, by layer name."""
+  """Returns the shape and dtype of each kernel that may have an adapter.
+
+  The keys are the names of the layers that hold the kernels.
+  """
   graph, abstract = _abstract(config, head, mesh)
   linear = _linear_layers(nnx.merge(graph, abstract))
   return {name: layer.kernel for name, layer in linear.items()}
@@ -98,7 +101,7 @@ def filled_by_layer(
   *,
   lora: lora_lib.Lora | None,
 ) -> tuple[transformer.Transformer, list[Any]]:
-  """Returns the module of the model, and a module for each of its layers.
+  """Returns the module of the model, and a separate module for each layer.
 
   Args:
     config, head, mesh, lora: see `filled`.
@@ -139,10 +142,10 @@ def _adapt(
 
   Args:
     module: the module, which is changed in place.
-    adapters: the adapters by the names of their layers in the module.
-    lora: the options of adapters.
-    inside: the prefix that turns these names into names in a whole model, by
-      which `lora` gives the scales.
+    adapters: name of a linear layer in the module -> the adapter of the layer.
+    lora: the options of adapters, which give the scales.
+    inside: the prefix of the module's name. `lora` needs the names that linear
+      layers have in a whole model: this prefix, then the name in the module.
   """
   linear = _linear_layers(module)
   for name, pair in adapters.items():
@@ -162,8 +165,8 @@ def _linear_layers(
   }
 
 
-# The result is cached, because tracing `init` takes longer than all other work
-# of a caller with the shapes.
+# The result is cached, because tracing `init` takes longer than everything that
+# a caller does with the shapes.
 @functools.lru_cache(maxsize=32)
 def _abstract_params(config: model_config.ModelConfig, head: str):
   """Returns the leaves of `abstract_params`, and the structure of the tree."""
@@ -177,10 +180,10 @@ def _abstract(
   head: str,
   mesh: jax.sharding.Mesh | None,
 ):
-  """Returns graph and abstract state of the module, made without arrays.
+  """Returns the module's graph, and its state with shapes in place of arrays.
 
-  The result is cached, because it takes long to make and every program needs it
-  several times. So callers must fill copies of the state.
+  The result takes long to make, and every program needs it several times, so it
+  is cached. Callers must fill copies of the state, not the cached state.
   """
   make = lambda: transformer.Transformer(
     config, head=head, mesh=mesh, rngs=nnx.Rngs(0)
@@ -191,9 +194,10 @@ def _abstract(
 def cast(params: Any, dtype: str) -> Any:
   """Returns the weights cast to `dtype`; weights of routers stay float32.
 
-  A model also casts weights where it uses them, so this cast does not change
-  its results. But after this cast, a loop over microbatches or tokens reads the
-  weights, and moves them between devices, in the smaller dtype.
+  A model also casts each weight where it uses the weight, so casting all
+  weights before does not change the results. But a loop over microbatches or
+  tokens then reads the weights, and moves them between devices, in the smaller
+  dtype.
 
   Args:
     params: float32 weights, or their shapes under `jax.eval_shape`.
@@ -207,10 +211,10 @@ def cast(params: Any, dtype: str) -> Any:
 
 
 def cast_and_delete(params: Any, dtype: str) -> Any:
-  """Returns `cast(params, dtype)` and deletes the arrays that it casts.
+  """Returns `cast(params, dtype)`, and deletes each array that was cast.
 
-  Use this function for weights that are not trained. The arrays are replaced
-  one after another, so that devices never hold all weights twice.
+  Use this function for weights that are not trained. The arrays are cast and
+  deleted one after another, so that devices never hold all weights twice.
 
   Args:
     params: arrays on devices; the new arrays have the same shardings.
@@ -221,7 +225,7 @@ def cast_and_delete(params: Any, dtype: str) -> Any:
     if _stays_float32(path) or leaf.dtype == jnp.dtype(dtype):
       return leaf
     smaller = jax.device_put(leaf.astype(jnp.dtype(dtype)), leaf.sharding)
-    smaller.block_until_ready()  # until then, the cast reads the old array
+    smaller.block_until_ready()  # before this, the cast may read the old array
     leaf.delete()
     return smaller
 

@@ -46,7 +46,8 @@ class Routing:
       [B, L, layers, E].
     visits_BX: float32, the number of visits to each expert by the tokens of a
       row that count; no gradient. [B, S, X] if there are S sums for each row.
-    probs_BX: float32, the sum of p over the same tokens; differentiable.
+    probs_BX: float32, the sums of the router's probabilities p of these tokens;
+      differentiable.
   """
 
   expert_ids: Array
@@ -86,13 +87,13 @@ class MixtureOfExperts(nnx.Module):
     expert_ids_BLE: Array | None = None,
     counted_BSL: Array | None = None,
   ) -> tuple[Array, Routing]:
-    """Returns the mixture [B, L, D] of every token, and the routing.
+    """Returns y for every token [B, L, D], and the routing.
 
     Args:
       x_BLD: hidden states.
-      expert_ids_BLE: the experts to visit. The router's probabilities still
-        weigh them, with gradient. None, or a negative id at a token: the token
-        visits the experts that the router ranks highest.
+      expert_ids_BLE: the experts to visit. The router's probabilities, with
+        gradient, still weigh the experts. None, or a negative id at a token:
+        the token visits the experts that the router ranks highest.
       counted_BSL: bool, the tokens that count in each of the S sums of a row
         in `Routing`; None: a row has one sum, in which all tokens count.
     """
@@ -114,7 +115,7 @@ class MixtureOfExperts(nnx.Module):
     return y_BLD, _routing(ids_BLE, probs_BLX, counted_BSL)
 
   def _probabilities(self, x_BLD: Array) -> Array:
-    """Returns p [B, L, X] in full float32: rounding could change ranks."""
+    """Returns p [B, L, X], in full float32 so that rounding changes no rank."""
     logits_BLX = jnp.einsum(
       'bld,dx->blx',
       x_BLD.astype(jnp.float32),
@@ -129,8 +130,8 @@ def _highest(probs_BLX: Array, number: int, mesh) -> Array:
   top = lambda probs_BLX: jax.lax.top_k(probs_BLX, number)[1]
   if mesh is None or mesh.size == 1:
     return top(probs_BLX)
-  # Without `shard_map`, the compilers for CPU and GPU would gather all rows on
-  # every device.
+  # Without `shard_map`, the compilers for CPU and GPU would gather the
+  # probabilities of all rows on every device.
   rows = activations.fitting((activations.ROWS,), probs_BLX.shape, mesh)
   return jax.shard_map(top, mesh=mesh, in_specs=rows, out_specs=rows)(
     jax.lax.stop_gradient(probs_BLX)
@@ -155,12 +156,11 @@ def load_balance(visits_X: Array, probs_X: Array, tokens: Array) -> Array:
 
 
 def dense(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
-  """Returns the mixture by computing every expert for every token.
+  """Returns y [B, L, D] by computing every expert for every token.
 
   The experts form one MLP of width X F, in which the experts that a token does
-  not visit have weight 0. Tests compare `grouped` with this definition. This
-  function is also the fastest on CPU, where XLA's grouped products compute
-  every expert.
+  not visit have weight 0. Tests compare `grouped` with this function, which is
+  also the fastest on CPU: there, XLA's grouped products compute every expert.
   """
   gate, up, down = kernels
   X, D, F = gate[0].shape
@@ -197,7 +197,7 @@ def dense(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
 def grouped(
   x_BLD, ids_BLE, weights_BLE, kernels, mesh, *, product: Product | None = None
 ) -> Array:
-  """Returns the mixture by computing visited experts only.
+  """Returns y [B, L, D] by computing visited experts only.
 
   On a mesh every device sorts the tokens of its own rows by expert. The device
   has all experts, but of each expert only a slice along F. So no token moves to
@@ -206,10 +206,11 @@ def grouped(
   along `expert`, see `dispatch`.
 
   Args:
-    x_BLD, ids_BLE, weights_BLE, kernels, mesh: see `MixtureOfExperts`.
-    product: a function that uses kernels to multiply sorted visits with the
-      matrices of their experts. With None, the function is `ragged_dot` on TPU,
-      and `jax.lax.ragged_dot` elsewhere.
+    x_BLD, ids_BLE, weights_BLE: hidden states, visited experts, and w.
+    kernels: the results of `layers.Experts.matrices` of gate, up and down.
+    mesh: see `MixtureOfExperts`.
+    product: multiplies visits, sorted by expert, with the experts' matrices, by
+      a kernel. None: `ragged_dot` on TPU, and `jax.lax.ragged_dot` elsewhere.
   """
   if product is None and mesh_lib.platform(mesh) == 'tpu':
     product = ragged_dot
@@ -221,8 +222,8 @@ def grouped(
     (x_BLD.shape[0], kernels[0][0].shape[2]),
     mesh,
   )
-  # Each device computes the same slice of F for every expert that it holds, so
-  # its results are terms of a sum over `tensor`, whichever experts are visited.
+  # Each device computes the same slice of F for every expert that it holds. So
+  # for any visited experts, its results are terms of a sum over `tensor`.
   apart = 'expert' if 'expert' in activations.names(rows) else None
   wide, narrow, whole = P(apart, None, axis), P(apart, axis), P(apart)
   ups = [(wide, whole, wide)[: len(x)] for x in kernels[:2]]
@@ -238,9 +239,9 @@ def grouped(
   elif product is None:
     summed = on_mesh(lambda *args: total(local(*args)), in_specs=specs)
     return summed(x_BLD, ids_BLE, weights_BLE, *kernels)
-  # The sum is not in the `shard_map` of the kernels. Kernels do not declare the
-  # mesh axes over which their results vary. Without this declaration, JAX would
-  # also sum gradients over `axis` that are equal on all its devices.
+  # The sum has a `shard_map` of its own, because a kernel does not declare over
+  # which mesh axes its results differ. In the `shard_map` of the kernel, JAX
+  # would therefore sum the equal gradients of all devices along `axis`.
   parts = jax.shard_map(
     lambda *args: local(*args)[None],
     mesh=mesh,
@@ -253,7 +254,7 @@ def grouped(
 
 
 def _grouped(product, x_BLD, ids_BLE, weights_BLE, *kernels) -> Array:
-  """Returns the mixture [B, L, D] on one device.
+  """Returns y [B, L, D] of one device, from the experts that it holds.
 
   Each token is repeated for its E visits, and visits are sorted by expert. So a
   ragged product multiplies each run of rows with the matrix of one expert.
@@ -267,7 +268,7 @@ def _grouped(product, x_BLD, ids_BLE, weights_BLE, *kernels) -> Array:
 
 
 def _by_expert(product, x_UD: Array, ids_U: Array, kernels) -> Array:
-  """Returns the result of each visit; arbitrary for the id of no expert."""
+  """Returns each visit's result [U, D]; arbitrary if its id is no expert's."""
   gate, up, down = kernels
   num_experts = len(gate[0])
   # Shapes are static although the loads of experts vary: there are always U
@@ -313,14 +314,14 @@ def choose(name: str, *, platform: str, expert: int = 1) -> str:
 def _routing(
   ids_BLE: Array, probs_BLX: Array, counted_BSL: Array | None
 ) -> Routing:
-  """Returns the routing of one layer."""
+  """Returns the routing of one layer; see `MixtureOfExperts.__call__`."""
   num_experts = probs_BLX.shape[-1]
   visits_BLX = jnp.sum(jax.nn.one_hot(ids_BLE, num_experts), axis=2)
 
   def total(x_BLX):
     if counted_BSL is None:
       return jnp.sum(x_BLX, axis=1)
-    # Other tokens are set to 0 first: padding may hold nan, and 0 * nan is nan.
+    # Tokens in no sum are set to 0: padding may hold nan, and 0 * nan is nan.
     counts_BL1 = jnp.any(counted_BSL, axis=1)[..., None]
     return jnp.einsum(
       'bsl,blx->bsx',
@@ -340,8 +341,8 @@ def _routing(
 # With more rows, it masks more rows, because a tile is computed again for every
 # matrix that has rows in the tile.
 _ROWS = 256
-# The most columns of a tile, by the bytes of a number. The kernel holds a tile
-# of float32 sums and two tiles of results, which must fit in 16 MiB.
+# Bytes of a number -> the most columns of a tile. The kernel holds one tile of
+# float32 sums and two tiles of results. All three must fit in 16 MiB.
 _COLUMNS = {2: 1024, 4: 512}
 _LANES = 128
 
@@ -350,15 +351,15 @@ _LANES = 128
 def ragged_dot(
   x_UK: Array, w_XKN: Array, sizes_X: Array, interpret: bool = False
 ) -> Array:
-  """Returns `jax.lax.ragged_dot` [U, N], with a kernel for its gradient.
+  """Returns `jax.lax.ragged_dot` [U, N]; a kernel computes the gradient of w.
 
   Args:
-    x_UK: sorted rows, in the dtype of the matrices: bfloat16 or float32.
+    x_UK: rows, sorted by matrix, in the matrices' dtype: bfloat16 or float32.
     w_XKN: matrices.
     sizes_X: int32, the number of rows of each matrix; their sum is U.
     interpret: whether to interpret the gradient's kernel, which needs no TPU.
   """
-  del interpret  # only the gradient needs it
+  del interpret  # only `_backward` uses `interpret`
   return jax.lax.ragged_dot(x_UK, w_XKN, sizes_X)
 
 
@@ -378,7 +379,7 @@ ragged_dot.defvjp(_forward, _backward)
 
 
 def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
-  """Returns dw [X, K, N], the gradient of the matrices of `ragged_dot`."""
+  """Returns the gradient [X, K, N] of the matrices of `ragged_dot`."""
   # Imported here because this takes a fifth of a second and only TPUs need it.
   from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
@@ -392,7 +393,7 @@ def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
 
 
 def _tile(size: int, most: int) -> int:
-  """Returns the columns of a tile, so that tiles are nearly equal in size."""
+  """Returns the columns of a tile: the fewest tiles, nearly equal in size."""
   if size <= most:
     return size
   tiles = -(-size // most)

@@ -4,10 +4,10 @@ Formulas give the operations, the bytes that are read from memory and the bytes
 that devices send. `bound` is the time at the limits that the maker of a device
 publishes. No program can be faster. `expected` is the time at the shares of
 these limits that one device has reached, see `SHARES`. Both times assume that a
-phase computes, reads and sends at the same time, so the slowest of the three
-counts. Phases follow one another, except that devices that only collect
-trajectories work beside the other devices. Waiting for the retriever,
-evaluations and checkpoints are left out.
+phase computes, reads and sends at the same time, so a phase takes as long as
+the slowest of the three. Phases follow one another. But devices that only
+collect trajectories work while the other devices learn. Waiting for the
+retriever, evaluations and checkpoints are left out.
 """
 
 from collections.abc import Mapping
@@ -60,10 +60,11 @@ class Phase(NamedTuple):
   """Says what one device does in a phase of a step, and how long it takes.
 
   Attributes:
-    operations: multiplications and additions, each counted once.
-    computed: multiplications and additions, including repetitions.
-    read: bytes read from the device's memory; 0 in phases in which products
-      take longer than reading.
+    operations: multiplications and additions that the result needs.
+    computed: multiplications and additions that the program computes, some of
+      them twice; see `flops.recomputed_layer_operations`.
+    read: bytes read from the device's memory; 0 in phases in which matrix
+      products take longer than reading.
     traffic: bytes that the device sends.
     bound: seconds at the published limits.
     expected: seconds at the shares of these limits in `SHARES`.
@@ -93,9 +94,9 @@ class Work:
       value head on the policy, or 'none'.
     adapters: whether only adapters are trained.
     gathers_base: whether a program all-gathers the frozen base of the adapters
-      only once.
-    statistics: whether an update with several microbatches needs one more
-      forward pass for statistics of the minibatch.
+      once, and not in every pass.
+    statistics: whether an update with several microbatches first computes
+      statistics of the minibatch, which takes a further forward pass.
     weights: number of weights in all layers of one model.
     trained: number of weights that are trained, without the embedding and the
       output matrix.
@@ -151,7 +152,7 @@ class Work:
     """The bytes that a device reads from its memory in a decode call."""
     # While a row grows, its average length is half of its final length.
     seen = self.length / 2
-    if self.shape.attention != 'xla':  # kernels skip pages before a window
+    if self.shape.attention != 'xla':  # a kernel reads only the window's pages
       seen = flops.seen_keys(self.shape, self.length) / self.shape.num_layers
     filled = min(seen / self.engine_length, 0.5)
     return self.engine_weights + filled * self.engine_cache
@@ -163,12 +164,12 @@ class Work:
 
   @property
   def rows_per_device(self) -> float:
-    """The number of rows of a device in a forward pass."""
+    """The number of rows that a device computes in one forward pass."""
     return self.microbatch / (self.axes['data'] * self.shards)
 
   @property
   def shards(self) -> int:
-    """The number of shards of the weights along their width."""
+    """The number of devices along the axes `mesh.WEIGHT_AXES` together."""
     return math.prod(self.axes[axis] for axis in mesh_lib.WEIGHT_AXES)
 
 
@@ -221,12 +222,12 @@ def decode_read(work: Work) -> float:
   return work.decode_steps * work.decode_bytes
 
 
-# Operations, computed operations and bytes read, and the traffic; see `Phase`.
+# The first four fields of a `Phase`, with the operations of all devices.
 _Counts = tuple[float, float, float, dict[tuple[str, str], float]]
 
 
 def _extend(work: Work) -> _Counts:
-  """Returns the counts of appending prompts and observations to the cache."""
+  """Returns the `_Counts` of adding prompts and observations to the cache."""
   appended = work.trajectories * (work.length - work.losses)
   count = appended * flops.layer_operations(work.shape, work.length)
   return count, count, 0.0, {}
@@ -246,7 +247,7 @@ def _decode(work: Work) -> _Counts:
 
 
 def _publish(work: Work) -> _Counts:
-  """Returns the counts of publishing weights, see docs/sharding.md."""
+  """Returns the `_Counts` of publishing weights, see docs/sharding.md."""
   tables = 0 if work.adapters else 2 - work.shape.tie_embeddings
   trained = work.trained + tables * work.output
   parts = work.shards * work.axes['tensor']
@@ -260,7 +261,7 @@ def _publish(work: Work) -> _Counts:
 
 def _annotate(work: Work) -> _Counts:
   rows = work.trajectories
-  models = 3 if work.values == 'own' else 2  # old policy, reference, values
+  models = 3 if work.values == 'own' else 2  # old policy, reference, critic
   count = models * _layers(work, rows) + 2 * _head(work, rows)
   times = -(-rows // work.microbatch)
   gathers, outputs = (1, 1) if work.gathers_base else (times * models, 2)
@@ -276,7 +277,7 @@ def _update(work: Work) -> _Counts:
   times = -(-rows // work.microbatch)
   models = 2 if work.values == 'own' else 1
   layers, head = _layers(work, rows), _head(work, rows)
-  # Weights without a gradient need one product less in the backward pass.
+  # Frozen weights have no gradient, which is one product less for each weight.
   passes = 2 if work.adapters else 3
   needed = passes * (models * layers + head)
   # Logits are computed again in the backward pass.
@@ -300,7 +301,7 @@ def _update(work: Work) -> _Counts:
     ('reduce-scatter', 'fsdp'): _scatter(of_trained, times * models, outputs),
     ('all-reduce', 'data'): sums,
     # Each layer has two sums over `tensor` in the forward pass and two in the
-    # backward pass. If remat saves no results, the first sum is repeated.
+    # backward pass. With remat=full, the backward pass repeats the first sum.
     **_activations(
       work,
       times * models,
@@ -332,12 +333,14 @@ def _head(work: Work, rows: int) -> float:
 
 
 def _scatter(work: Work, times: int, outputs: int) -> float:
-  """Returns the bytes that a device sends to gather, or scatter, weights.
+  """Returns the bytes that a device sends to all-gather weights.
+
+  A reduce-scatter of the gradients of these weights sends as many bytes.
 
   Args:
     work: the sizes of the step.
-    times: how often all layers are gathered or scattered.
-    outputs: how often the output matrix is gathered or scattered.
+    times: how often the weights of all layers are sent.
+    outputs: how often the output matrix is sent.
   """
   size = work.itemsize / work.axes['tensor']
   others = times * (work.weights - work.experts) + outputs * work.output
@@ -363,11 +366,12 @@ def _activations(
 
   Args:
     work: the sizes of the step.
-    passes: the number of passes over a microbatch.
-    sums: the number of sums over `tensor` in each layer.
+    passes: how often a microbatch passes through a model; a forward pass and
+      its backward pass count as one.
+    sums: the number of sums over `tensor` in each layer of a pass.
     look_ups: the number of exchanges of embedded tokens in each pass.
-    gathers, scatters: how often tokens are sent to their experts, and results
-      back, in each layer, backward pass included; see `dispatch`.
+    gathers: how often a layer sends tokens to their experts in each pass.
+    scatters: how often a layer sends results back from experts in each pass.
   """
   shape, shards = work.shape, work.shards
   hidden = work.rows_per_device * work.length * shape.hidden_size

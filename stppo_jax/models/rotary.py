@@ -7,11 +7,12 @@ The numbers i and i + H/2 of a head are a pair. A pair turns by the angle
     position * theta^(-2i / H)
 
 Scaling reduces the angles, so that texts may be longer than the texts that a
-model was first trained on. 'linear' reduces the angles of all pairs alike (Chen
-et al., 2023). 'llama3' (Dubey et al., 2024) and 'yarn' (Peng et al., 2023)
-reduce mostly the angles of pairs that turn slowly within the original length.
-'longrope' (Ding et al., 2024) divides the angle of each pair by a number of its
-own. 'dynamic' takes a larger theta. 'yarn' and 'longrope' also multiply queries
+model was first trained on. 'linear' divides the angles of all pairs by the same
+number (Chen et al., 2023). 'llama3' (Dubey et al., 2024) and 'yarn' (Peng et
+al., 2023) reduce the angles of pairs that make few turns within the original
+length, and leave pairs with many turns unchanged. 'longrope' (Ding et al.,
+2024) divides the angle of each pair by a number of its own. 'dynamic' takes a
+larger theta. 'yarn' and 'longrope' also multiply the rotated numbers of queries
 and keys by a factor.
 """
 
@@ -34,7 +35,7 @@ def rotation(
   Args:
     config: the model's config.
     positions_BL: positions of the tokens.
-    local: whether the layer has a window.
+    local: whether the angles are for layers with a window.
   """
   per_token = frequencies(config, local=local)[None, None, None]
   angles = positions_BL[:, :, None, None] * per_token
@@ -71,7 +72,10 @@ def _linear(
 def _dynamic(
   plain: Array, scaling: model_config.RopeScaling, theta: float
 ) -> Array:
-  """Returns the frequencies of a theta that grows with the longest text."""
+  """Returns frequencies with a larger theta, the larger the longer the text.
+
+  The text is the longest text of the run.
+  """
   half, original = len(plain), scaling.original_max_position_embeddings
   excess = max(scaling.length, original) / original - 1
   theta *= (1 + scaling.factor * excess) ** (half / (half - 1))
@@ -81,7 +85,7 @@ def _dynamic(
 def _longrope(
   plain: Array, scaling: model_config.RopeScaling, theta: float
 ) -> Array:
-  """Returns each frequency divided by a number of its own."""
+  """Returns each pair's frequency divided by the pair's own number."""
   del theta
   is_long = scaling.length > scaling.original_max_position_embeddings
   return plain / jnp.array(
@@ -102,7 +106,7 @@ def _yarn(
   """
   half, original = len(plain), scaling.original_max_position_embeddings
 
-  def pair_of(turns):  # the index of the pair that makes so many turns
+  def pair_of(turns):  # the index, a real number, of the pair with these turns
     return half * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
 
   first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
@@ -142,9 +146,11 @@ _SCALED: Mapping[str, Callable[..., Array]] = {
 
 
 def rotate(x_BLNH: Array, cos_and_sin: tuple[Array, Array]) -> Array:
-  """Returns heads with halves (a, b) as (a cos - b sin, b cos + a sin).
+  """Returns rotated queries or keys.
 
-  If a head has more numbers than are rotated, the last numbers do not change.
+  The first numbers of each head are rotated. With a the first half of these
+  numbers and b the second half, the halves become a cos - b sin and
+  b cos + a sin. The other numbers of the head do not change.
   """
   cos, sin = (x.astype(x_BLNH.dtype) for x in cos_and_sin)
   width = 2 * cos.shape[-1]

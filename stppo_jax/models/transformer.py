@@ -117,7 +117,7 @@ class DecoderLayer(nnx.Module):
     if c.qk_norm and not c.qk_norm_whole:
       q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
     q_BLNH, k_BLKH = (rotary.rotate(x, rotation) for x in (q_BLNH, k_BLKH))
-    if c.query_pre_attn_scalar:  # `attend` itself divides by √H
+    if c.query_pre_attn_scalar:  # `attend` divides by √H after this factor
       q_BLNH = q_BLNH * (H / c.query_pre_attn_scalar) ** 0.5
     v_BLKH = split_heads(self.v_proj(y_BLD))
     mixed = attend(q_BLNH, k_BLKH, v_BLKH).reshape(B, L, -1)
@@ -142,7 +142,7 @@ class DecoderLayer(nnx.Module):
       gated, self.mesh, activations.ROWS, None, activations.TENSOR
     )
     # Without the barrier, the compiler for TPU fuses the up projection into the
-    # down projection, and its estimated cost of both rises by a third.
+    # down projection, and itself estimates that both then cost a third more.
     if mesh_lib.platform(self.mesh) == 'tpu':
       gated = jax.lax.optimization_barrier(gated)
     return self.down_proj(gated)
@@ -158,7 +158,7 @@ class Transformer(nnx.Module):
   Args:
     config: the model's config.
     head: 'vocabulary' (a policy, whose output matrix may be the embedding),
-      'scalar' (a value model: one number per token, 0 at first) or 'both'.
+      'scalar' (a value model, whose number per token is 0 at first) or 'both'.
     mesh: mesh that activations are laid out on; None leaves the layout to the
       compiler.
     rngs: source of the initial weights.
@@ -208,11 +208,11 @@ class Transformer(nnx.Module):
 
     Args:
       tokens_BL: token ids, right-padded.
-      lengths_B: the number of tokens of each row without padding. It saves work
-        on padding, whose states have no meaning and are read by nothing, and it
-        leaves padding out of the sums of the routing.
-      segments: the sequences in each row, if a row has several. The routing
-        then has separate sums for each sequence, [B, S, X].
+      lengths_B: the number of tokens of each row without padding. The lengths
+        save work on padding, whose states mean nothing and are read by nothing.
+        They also leave padding out of the sums of the routing.
+      segments: the sequences in each row, for each of which the routing has
+        separate sums [B, S, X]; None: each row is one sequence.
       expert_ids: int [B, L, layers, E], the experts to visit in each layer with
         experts; None: the routers choose. See `moe.MixtureOfExperts`.
       places_BM: positions of the states that the caller wants, see
@@ -220,8 +220,8 @@ class Transformer(nnx.Module):
         layer computes only these states after its attention.
 
     Returns:
-      The hidden states, [B, L, D] or [B, M, D] at the places; and the routing
-      with its sums taken over the layers, or None without experts.
+      The hidden states [B, L, D], or [B, M, D] if `places_BM` is given; and the
+      routing, with sums over the layers, or None without experts.
     """
     L = tokens_BL.shape[1]
     positions_BL = jnp.arange(L)[None]
@@ -292,11 +292,12 @@ class Transformer(nnx.Module):
         run = rematerialised(
           functools.partial(layer, modules[name][0]),
           self.config.remat,
-          # A run may be one layer, and the compiler unrolls a loop of length 1.
+          # With several runs, a run may have one layer. The compiler unrolls a
+          # loop over one layer, so the result counts as unrolled.
           unrolled=unroll > 1 or len(runs) > 1,
         )
-        # After the attention of the last layer, only a few states are needed.
-        # Earlier layers compute all states, for the keys of the next layer.
+        # After the attention of the last layer, only states at `places_BM` are
+        # needed. Earlier layers compute all states, for keys of the next layer.
         if places_BM is None or not self._last_layer_apart:
           x_BLD, routing = jax.lax.scan(run, x_BLD, inputs, unroll=unroll)
           routings += [] if routing is None else [routing]
@@ -316,8 +317,8 @@ class Transformer(nnx.Module):
     if repeats == 1:
       x_BLD, routing = apply(x_BLD, inputs)
     else:
-      # Without this loop, the compiler would all-gather the weights of all
-      # layers before the first microbatch.
+      # If the repetitions were unrolled, the compiler would all-gather the
+      # weights of all layers before the first microbatch.
       fold = lambda x: x.reshape(repeats, -1, *x.shape[1:])
       x_BLD, routing = jax.lax.scan(apply, x_BLD, jax.tree.map(fold, inputs))
       routing = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routing)
@@ -334,10 +335,10 @@ class Transformer(nnx.Module):
   def _last_layer_apart(self) -> bool:
     """Whether the last layer is computed outside the scan over other layers.
 
-    The answer is true only if the scan is fully unrolled. Otherwise taking the
-    last layer out of the stack would copy the weights of this layer. The answer
-    is false with experts, because the routing of all tokens is an output of the
-    last layer too.
+    This is true only if the scan is fully unrolled, because taking the last
+    layer out of the stack would otherwise copy the weights of this layer. This
+    is false if the model has experts, because then the last layer must also
+    return the routing of all tokens.
     """
     config = self.config
     return (
@@ -368,9 +369,9 @@ _policies = jax.checkpoint_policies
 
 # Ordered from the most memory to the least. 'dots' saves the products without
 # batch dimensions, which are the products with weights (see `layers.Linear`).
-# The products of attention have batch dimensions (rows and heads). 'dots'
-# computes them again, because the logits grow with the square of the length.
-# 'all_dots' saves them too. 'full' saves only the input of a layer.
+# The products of attention have the batch dimensions rows and heads. 'all_dots'
+# saves these products. 'dots' computes them again, because attention's logits
+# grow with the square of the length. 'full' saves only the input of a layer.
 POLICIES: Mapping[str, Callable[..., Any]] = {
   'none': _policies.everything_saveable,
   'all_dots': _policies.dots_saveable,
@@ -382,16 +383,16 @@ POLICIES: Mapping[str, Callable[..., Any]] = {
 def rematerialised(
   layer: Callable[..., Any], name: str, *, unrolled: bool
 ) -> Callable[..., Any]:
-  """Returns the layer with a policy for the results that it saves.
+  """Returns the layer, which now saves only some results for the backward pass.
 
   Args:
     layer: function of one iteration of the scan over layers.
     name: a key of `POLICIES`: 'none' saves everything, 'all_dots' all matrix
-      products (attention in tiles saves its own residuals under any policy),
-      'dots' products with weights, 'full' the layer's input only.
-    unrolled: whether one iteration has several layers. Within an iteration, the
-      compiler would notice that a result is computed twice and would keep the
-      first result in memory, so `prevent_cse` prevents this. Across iterations,
+      products, 'dots' products with weights, 'full' the layer's input only.
+      Attention in tiles saves its own residuals with every key.
+    unrolled: whether one iteration may have several layers. Then the compiler
+      would notice that a result is computed twice, and would keep the first
+      result in memory. `prevent_cse` prevents this. In different iterations,
       the compiler does not notice.
   """
   if name == 'none':

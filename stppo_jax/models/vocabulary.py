@@ -14,9 +14,9 @@ p = softmax(z) and H the entropy of p,
     d H / d z_v = -p_v (log p_v + H)
     d KL(ref || p) / d z_v = p_v - ref_v
 
-The term [v = token] of the first line differs from 0 at one entry per token.
-The gradient of this entry is computed apart and written into the array, so that
-no one-hot array is formed.
+In the first line, the term [v = token] is 1 at one entry per token and 0
+elsewhere. The gradient of the logit of this entry is computed separately and
+written into the array of gradients, so that no one-hot array is formed.
 
 All arrays from the logits on are float32. The operands of matrix products have
 the dtype of the hidden states, and products add up in float32.
@@ -57,9 +57,9 @@ def _entropy_forward(options, hidden_BMD, output_VD, tokens_BM):
   def per_token(shard, hidden_CD, tokens_C):
     z_CW = shard.logits(hidden_CD)
     max_C = shard.max(z_CW)
-    # With x the logits relative to the largest one, the entropy is
-    # log Σ e^x - Σ x e^x / Σ e^x. It needs two sums, which devices add up, and
-    # no stored probabilities.
+    # With x = logit - largest logit, the entropy is
+    # log Σ e^x - Σ x e^x / Σ e^x. This form needs two sums over the vocabulary,
+    # which devices can add up, and no stored probabilities.
     below_CW = z_CW - max_C[:, None]
     e_CW = jnp.exp(below_CW)
     total_C, weighted_C = shard.sums(e_CW, e_CW * below_CW)
@@ -86,7 +86,10 @@ def _entropy_backward(options, residuals, gradients):
     normalizer_C, d_logprobs_C, d_entropy_C = others
 
     def rule(log_p):
-      """Returns the gradient of logits at entries other than the token's."""
+      """Returns the gradient of logits without the term [v = token].
+
+      `log_p` are the log-probabilities at the entries of the logits.
+      """
       entropy_C1, d_logprobs_C1, d_entropy_C1 = (
         x_C[:, None] for x_C in (entropy_C, d_logprobs_C, d_entropy_C)
       )
@@ -186,7 +189,10 @@ def _divergence_backward(options, residuals, gradients):
     normalizer_C, ref_normalizer_C, d_logprobs_C, d_divergence_C = numbers
 
     def rule(log_p, log_ref):
-      """Returns the gradient of logits at entries other than the token's."""
+      """Returns the gradient of logits without the term [v = token].
+
+      `log_p` and `log_ref` are log-probabilities at the entries of the logits.
+      """
       return (d_divergence_C - d_logprobs_C)[:, None] * jnp.exp(
         log_p
       ) - d_divergence_C[:, None] * jnp.exp(log_ref)

@@ -2,10 +2,11 @@
 
 A page is live if its row has begun to fill it. The own tokens of a row are the
 recent tokens that are in no page yet. The kernel computes the same function as
-`live_pages_tpu`, divided in a way that suits a GPU. Each program of its grid
+`live_pages_tpu`, divided in a way that suits a GPU. Each program of the grid
 handles some queries of one row and one key and value head. The program goes
 through the live pages of the row, then through the row's own tokens, and keeps
-the sums in registers. No page is copied or gathered before.
+the sums in registers. It reads pages where they are in the cache: no page is
+copied or gathered before the kernel.
 
 Shape letters: B rows, P pages of the cache, N pages that a row can have, K key
 and value heads, R query heads that share one key and value head, C queries of a
@@ -22,10 +23,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 Array = jax.Array
-# The most keys that are read at once, and the most queries of a program. Both
-# were chosen by measurements on an H100 with heads of size 64 and of size 128.
+# The most keys that a program reads at once, and the most queries of a program.
+# Both were chosen by measurements on an H100 with heads of size 64 and 128.
 _KEYS, _QUERIES = 64, 64
-_LEAST = 16  # the fewest keys, queries or numbers of a head in a product
+_LEAST = 16  # the smallest side of a tile in a matrix product
 # The logit of an invisible key. It is finite, so that a query which sees no key
 # gets finite numbers and not nan.
 MASKED = -1e30
@@ -67,9 +68,10 @@ def plan_work(
   Args:
     lengths_B: int32, the number of cached tokens of each row.
     table_BN: int32, the page numbers of each row.
-    num_pages: P. A number of P or more in the table stands for no page. The
-      number of any page may replace it, because the row sees none of its keys.
-    window: ignored; the plan of the kernel for TPU depends on it.
+    num_pages: P. A number of P or more in the table stands for no page, and is
+      replaced by the number of the last page. This is safe, because the row
+      sees no key at that place.
+    window: ignored; the kernel for TPU has an argument `window` here.
   """
   del window
   table_BN = jnp.minimum(table_BN, num_pages - 1)
@@ -90,8 +92,9 @@ def attend(
 ) -> Array:
   """Returns attention to the cached tokens and the own tokens of each row.
 
-  Query c of a row is at the position length + first + c. It sees the cached
-  tokens and the own tokens 0..first + c.
+  With length the row's number of cached tokens, query c is at the position
+  length + first + c. This query sees the cached tokens and the own tokens
+  0..first + c.
 
   Args:
     q_BKRCH: queries, divided by √H; `supports` says which H and J are possible.
@@ -153,10 +156,10 @@ def _kernel(
   own_size,
   window,
 ):
-  """Computes the results of `tile` queries of a row and a key and value head.
+  """Computes attention for `tile` queries that share a row and a key head.
 
-  The program reads `size` keys of a page, or `own_size` keys of own tokens, at
-  once.
+  The program reads `size` keys of a page at once, or `own_size` keys of own
+  tokens.
   """
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton
@@ -169,7 +172,10 @@ def _kernel(
   T = own_k_ref.shape[2]
 
   def load(ref, begin, count, most):
-    """Reads `count` vectors of this row and head; zeros from `most` on."""
+    """Returns the vectors begin..begin + count - 1 of this row and head.
+
+    From index `most` on, the result is zeros.
+    """
     some = (begin + jnp.arange(count) < most)[:, None]
     part = ref.at[row, head, pl.ds(begin, count), :]
     return triton.load(part, mask=some, other=0.0)
@@ -206,16 +212,16 @@ def _kernel(
       visible &= token > query[:, None] - window
     return add(carry, k, v, visible)
 
-  # As long as a query has met no key that it sees, invisible keys count as if
-  # it saw them. At the first key that it sees, which is its own key at the
-  # latest, the scale of all earlier sums becomes 0.
+  # Until a query meets a key that it sees, invisible keys count in its sums as
+  # if it saw them. At the first key that it sees, which is its own key at the
+  # latest, all earlier sums are scaled by 0.
   carry = (
     jnp.zeros((tile, H), jnp.float32),
     jnp.zeros(tile, jnp.float32),
     jnp.full(tile, MASKED, jnp.float32),
   )
   begin = 0
-  if window is not None:  # skips keys before the windows of all queries
+  if window is not None:  # starts at the first key that a query may see
     begin = jnp.maximum(length + first_ref[0] + 1 - window, 0) // size
   carry = jax.lax.fori_loop(begin, pl.cdiv(length, size), add_cached, carry)
   seen = jnp.minimum(jnp.max(query) + 1, T)

@@ -27,8 +27,8 @@ Array = jax.Array
 # J, which equals the number of lanes of a vector.
 PAGE_SIZE = 128
 _PLACES = 4  # the most pages of an entry
-# The most query vectors of an entry, counted over all key and value heads. It
-# limits the memory of the kernel.
+# The most query vectors that a step of the grid computes, counted over all key
+# and value heads. This number limits the memory of the kernel.
 _MOST_QUERIES = 1024
 _SUBLANES = 16  # rows of a tile of 16-bit numbers in the TPU's memory
 # The logit of an invisible key. It is finite, so that a query which sees no key
@@ -81,8 +81,9 @@ def plan_work(
   Args:
     lengths_B: int32, the number of cached tokens of each row.
     table_BN: int32, the page numbers of each row.
-    num_pages: P. A number of P or more in the table stands for no page. The
-      number of any page may replace it, because the row sees none of its keys.
+    num_pages: P. A number of P or more in the table stands for no page, and is
+      replaced by the number of the last page. This is safe, because the row
+      sees no key at that place.
     window: the largest number of tokens that a query sees; 0: no limit.
   """
   B, N = table_BN.shape
@@ -99,8 +100,9 @@ def plan_work(
   if window:
     firsts_E += (pages_B - counted_B)[rows_E]
   wanted_ZE = firsts_E[None] + jnp.arange(_PLACES)[:, None]
-  # The entry whose page is in a place: the entry itself, or else the last
-  # earlier entry that has a page of its own in this place.
+  # For each place of an entry, the entry whose page is in the place: the entry
+  # itself if it has a page there, or else the last earlier entry with a page
+  # there.
   held_ZE = jnp.where(wanted_ZE < pages_B[rows_E][None], index_E[None], 0)
   held_ZE = jax.lax.cummax(held_ZE, axis=1)
   pages_ZE = table_BN[rows_E[None], jnp.minimum(wanted_ZE, N - 1)]
@@ -131,8 +133,9 @@ def attend(
 ) -> Array:
   """Returns attention to the cached tokens and the own tokens of each row.
 
-  Query c of a row is at the position length + first + c. It sees the cached
-  tokens and the own tokens 0..first + c.
+  With length the row's number of cached tokens, query c is at the position
+  length + first + c. This query sees the cached tokens and the own tokens
+  0..first + c.
 
   Args:
     q_BKRCH: queries, divided by √H.
@@ -198,7 +201,9 @@ def attend(
     shape = K, padded, PAGE_SIZE
     arrays.append(jnp.broadcast_to(sinks_KQ[..., None], shape))
     specs.append(pl.BlockSpec((K, tile, PAGE_SIZE), lambda t, e, *_: (0, t, 0)))
-  keys = N * PAGE_SIZE + T  # an upper bound: lengths are not known here
+  # The cost estimate counts all keys that a row can have, because the lengths
+  # of rows are not known when the kernel is compiled.
+  keys = N * PAGE_SIZE + T
   keys_bytes = K * keys * H * k_PKJH.dtype.itemsize
   mixed_BKQH = pl.pallas_call(
     functools.partial(_kernel, num_queries=C, window=window, soft_cap=soft_cap),
@@ -238,12 +243,12 @@ def _kernel(
   """Adds the keys and values of an entry to the sums of a tile of queries.
 
   The last entry of a row also adds the row's own tokens, and divides the sums
-  by the sums of the weights. A number of a query, such as its largest logit, is
-  repeated over all lanes of a vector.
+  of values by the sums of weights. A single number of a query, such as its
+  largest logit, is repeated over all lanes of a vector.
   """
   from jax.experimental import pallas as pl
 
-  del pages_ZE  # only the specifications of the blocks use it
+  del pages_ZE  # only the block specs use the page numbers
   k_refs, v_refs = refs[:_PLACES], refs[_PLACES : 2 * _PLACES]
   own_k_ref, own_v_ref, *sinks_ref = refs[2 * _PLACES : -4]
   mixed_ref, sums, totals, tops = refs[-4:]
@@ -256,7 +261,8 @@ def _kernel(
   query = first_1[0] + query % num_queries
 
   begins = page == 0
-  if window is not None:  # page 0 may be before the window, and in no entry
+  # With a window, the row's first entry may begin with a later page than 0.
+  if window is not None:
     begins = rows_E[jnp.maximum(entry - 1, 0)] != rows_E[entry]
     begins |= entry == 0
 
@@ -271,7 +277,10 @@ def _kernel(
       tops[...] = jnp.full_like(tops, MASKED)
 
   def add(head, slices):
-    """Adds slices (keys, values, mask of visible keys) to a head's sums."""
+    """Adds slices of keys and values to the sums of a head.
+
+    Each slice is a tuple (keys, values, mask of visible keys).
+    """
     logits = []
     for k, _, visible in slices:
       x = _product(q_ref[0, head], k, transposed=True)
@@ -287,7 +296,9 @@ def _kernel(
     mixed = sums[head] * scale[:, :1]
     for x, (_, v, visible) in zip(logits, slices):
       weights = jnp.exp(x - top[:, : x.shape[1]])
-      if window is not None:  # a query may see no key of the first pages
+      # With a window, a query may have seen no key yet. Its largest logit is
+      # then MASKED, and the exponentials of its invisible keys would be 1.
+      if window is not None:
         weights = jnp.where(visible, weights, 0.0)
       total += jnp.sum(weights, axis=1, keepdims=True)
       mixed += _product(weights.astype(v.dtype), v)
