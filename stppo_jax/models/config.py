@@ -111,9 +111,9 @@ class ModelConfig:
     qkv_bias: whether the query, key and value projections have biases.
     tie_embeddings: whether the output head uses the matrix of the embedding.
     family: the model family of the files that the config was read from. The
-      export writes files of this family; '': of the first family whose layers
-      have the same parts. Configs that differ only in this field compare as
-      equal.
+      export writes files of this family. '': the export writes files of the
+      family that `families.of` returns. Configs that differ only in this field
+      compare as equal.
     o_bias: whether the output projection of attention has a bias.
     mlp_bias: whether the projections of the MLP have biases.
     qk_norm: whether queries and keys pass a norm before they are rotated.

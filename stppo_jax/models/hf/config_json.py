@@ -16,7 +16,8 @@ def read(
 
   Args:
     hf: contents of the file.
-    longest: tokens of the longest text, see `model_config.RopeScaling.length`.
+    longest: the longest text of the run in tokens, see
+      `model_config.RopeScaling.length`.
     **computes: fields of `ModelConfig` that the file does not have, such as
       `dtype` and `remat`.
 
@@ -28,7 +29,8 @@ def read(
   # The family is checked first, because it decides what other fields mean.
   fields_lib.check('', hf, {'model_type': fields_lib.TEXT})
   family = families.find(hf.get('model_type'))
-  # A null replaces the family's default. Then it is read like a missing field.
+  # A null in the file replaces the family's default. The field is then read
+  # like a missing field without a default.
   hf = {**family.defaults, **hf}
   hf = {name: value for name, value in hf.items() if value is not None}
   fields_lib.check('', hf, fields_lib.FIELDS)
@@ -84,7 +86,7 @@ def read(
   if rotated < 2 or rotated % 2:
     raise ValueError(
       f'partial_rotary_factor={shape.partial_rotary_factor}: must rotate an '
-      f'even part of head_dim={head_dim}'
+      f'even number of numbers of a head, at least 2, with head_dim={head_dim}'
     )
   if scaling := shape.rope_scaling:
     for name in ('short_factor', 'long_factor'):
@@ -108,10 +110,10 @@ def read(
 
 
 def write(config: model_config.ModelConfig) -> dict[str, Any]:
-  """Returns the contents of a `config.json` that `transformers` loads.
+  """Returns the contents of the `config.json` of a model, for `transformers`.
 
   Raises:
-    ValueError: no model family has the blocks of this model.
+    ValueError: the config names no model family, and `families.of` finds none.
   """
   kind = families.kind(config)
   family = families.FAMILIES[kind]
@@ -128,7 +130,8 @@ def write(config: model_config.ModelConfig) -> dict[str, Any]:
     'rms_norm_eps': config.rms_norm_eps,
     'tie_word_embeddings': config.tie_embeddings,
     'max_position_embeddings': config.max_position_embeddings,
-    # The family's default may be an id that a small vocabulary does not have.
+    # Without this null, `transformers` would take the family's default id,
+    # which may lie outside of a small vocabulary.
     'pad_token_id': None,
     'torch_dtype': 'float32',
     **rope_lib.write(config, family),
@@ -154,10 +157,10 @@ def write(config: model_config.ModelConfig) -> dict[str, Any]:
 
 
 def _dense_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
-  """Returns the indices of the layers without experts.
+  """Returns the indices of the layers without experts in a model with experts.
 
   Raises:
-    ValueError: no layer has experts.
+    ValueError: the file leaves no layer with experts.
   """
   layers = fields_lib.needed(hf, 'num_hidden_layers')
   step, listed = hf.get('decoder_sparse_step', 1), hf.get('mlp_only_layers', ())
@@ -173,7 +176,7 @@ def _dense_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
 def _windows(
   hf: Mapping[str, Any], windows: families.Windows | None
 ) -> tuple[int, ...]:
-  """Returns the window of each layer; () if no layer has one."""
+  """Returns the window of each layer, 0 for no window; () if all are 0."""
   layers = fields_lib.needed(hf, 'num_hidden_layers')
   size = hf.get('sliding_window')
   supported: Sequence[str] = (rope_lib.FULL,)

@@ -67,7 +67,8 @@ def export(
   the weights, slice by slice.
 
   Args:
-    directory: the folder to write. Files in it that no export writes stay.
+    directory: the folder to write. If it exists, its files stay, except files
+      for which `is_ours` is true.
     config: the policy's config.
     params: the policy's weights, in any sharding.
     dtype: dtype of the weights in the files; a key of `DTYPES`.
@@ -84,8 +85,8 @@ def export(
     OSError: writing failed, for example on a full disk; an earlier export is
       unchanged.
   """
-  # All processes run a program for each slice. So all of them go through the
-  # slices in the same order, also the processes that do not write.
+  # To fetch a slice, all processes must run the same program. So the processes
+  # that do not write also go through all slices, in the same order.
   if not writes:
     for _ in _values(params, _entries(config)):
       pass
@@ -101,7 +102,10 @@ def export(
 
 
 def is_ours(name: str) -> bool:
-  """Returns whether an export writes, and so replaces, files of that name."""
+  """Returns whether exports write files of this name.
+
+  A new export removes such files of an earlier export.
+  """
   patterns = _OURS + TOKENIZER_FILES
   return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -117,7 +121,7 @@ def copy_tokenizer(source: str | pathlib.Path, folder: pathlib.Path) -> None:
 def _config(
   config: model_config.ModelConfig, source: str | pathlib.Path, dtype: str
 ) -> dict[str, Any]:
-  """Returns the contents of `config.json`."""
+  """Returns the contents of the `config.json` to write; see `export`."""
   hf = config_json.write(config)
   if source:
     hf = weight_files.read_json(pathlib.Path(source) / 'config.json')
@@ -175,7 +179,11 @@ def _entries(config: model_config.ModelConfig) -> list[families.Entry]:
 def _values(
   params: functional.Params, entries: Sequence[families.Entry]
 ) -> Iterator[np.ndarray]:
-  """Yields the values of tensors in order, a slice of a leaf at a time."""
+  """Yields the values of the entries' tensors, in the order of the entries.
+
+  Each yielded array is a tensor or some rows of a tensor. The host fetches one
+  slice of a leaf at a time.
+  """
   row = lambda entry: (entry.path, entry.index[:-1])
   for (path, outer), group in itertools.groupby(entries, key=row):
     leaf, tensors = families.leaf(params, path), list(group)
@@ -218,8 +226,8 @@ def _fetch(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
       continue
     data = shard.data
     if overlap != held:
-      # Sliced on the device, because JAX caches a host copy of each array that
-      # it fetches.
+      # The shard is sliced on the device. If it were sliced on the host, JAX
+      # would keep a host copy of the whole shard.
       starts = [start - begin for (start, _), (begin, _) in zip(overlap, held)]
       sizes = [stop - start for start, stop in overlap]
       data = jax.lax.dynamic_slice(data, starts, sizes)
@@ -229,9 +237,9 @@ def _fetch(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
 
 
 def _gather(leaf: jax.Array, index: Sequence[slice]) -> np.ndarray:
-  """Returns a slice of a leaf of which other processes hold shards."""
-  # The sizes are static and the starts are not, so that slices of one size
-  # share a program.
+  """Returns `_fetch` of a leaf of which other processes hold some shards."""
+  # Only the sizes of a slice are static arguments of the program, so that
+  # slices of equal size at different starts share a program.
   rest = leaf.shape[len(index) :]
   starts = np.array([i.start for i in index] + [0] * len(rest), np.int32)
   sizes = *(i.stop - i.start for i in index), *rest
@@ -255,12 +263,13 @@ def replace_dir(
 ) -> Iterator[pathlib.Path]:
   """Yields an empty folder to fill, which then takes the place of `directory`.
 
-  On an error `directory` stays as it was.
+  If the caller raises an error, `directory` stays as it was.
 
   Args:
     directory: the folder to replace or create.
-    ours: function of a file's name that returns whether such a file of the old
-      folder is removed. All other files move into the new folder.
+    ours: function of a file's name. If the result is true, a file of this name
+      in the old folder is removed. All other files of the old folder move into
+      the new folder, unless it has a file of the same name.
   """
   directory = pathlib.Path(directory).resolve()
   partial = directory.with_name(f'.{directory.name}.partial')
@@ -293,7 +302,10 @@ def replace_dir(
 def _clear(
   old: pathlib.Path, new: pathlib.Path, ours: Callable[[str], bool]
 ) -> None:
-  """Moves files that are not `ours` to the new folder, and removes the old."""
+  """Moves files that are not `ours` to `new`, and removes the folder `old`.
+
+  A file whose name exists in `new` is removed, too.
+  """
   for path in old.iterdir():
     if not ours(path.name) and not (new / path.name).exists():
       os.rename(path, new / path.name)

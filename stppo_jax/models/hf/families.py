@@ -1,10 +1,11 @@
 """Lists the families of models: their blocks, and the names of their tensors.
 
-A family is an entry of `FAMILIES`. Its tensors are the tensors in Hugging Face
-files. Layers are stacked in our parameter tree, so one leaf of the tree has a
-tensor for each layer. The experts are one leaf [layers, experts, in, out] with
-a tensor for each expert of each layer. In some families, several leaves are
-parts of one tensor, each part a range of its rows.
+A family is an entry of `FAMILIES`. "Tensor" here means a tensor of a Hugging
+Face file, and "leaf" an array of our parameter tree. Layers are stacked in the
+tree, so the values of a leaf come from one tensor for each layer. The matrices
+of experts are leaves [layers, experts, in, out], with a tensor for each expert
+of each layer. In some families, a tensor contains several leaves of a layer,
+each leaf as a range of the tensor's rows.
 """
 
 import collections
@@ -49,7 +50,7 @@ _TOP = {
   'norm/scale': 'model.norm.weight',
   'lm_head': 'lm_head.weight',
 }
-# The field of `ModelConfig` that must be true for a model to have a leaf.
+# Leaf -> field of `ModelConfig`. A model has the leaf if the field is true.
 _NEEDS = {
   'q_proj/bias': 'qkv_bias',
   'k_proj/bias': 'qkv_bias',
@@ -70,14 +71,17 @@ class Windows(NamedTuple):
   `every`.
 
   Attributes:
-    switch: the field that must be true if layers use windows; '': there is no
-      such field.
-    first: the first layer with a window, if `max_window_layers` is missing.
-    every: if `sliding_window_pattern` is missing, every layer has a window
-      except each n-th layer, where n is this number; 0: all layers have a
-      window.
+    switch: the field of the file that must be true if layers use windows; '':
+      there is no such field.
+    first: the index of the first layer with a window. If the file has
+      `max_window_layers`, its value is used instead. 0: layers of all indices
+      may have windows, and the field is not read.
+    every: the number n of which every n-th layer has no window. If the file has
+      `sliding_window_pattern`, its value is used instead. 0: there are no such
+      layers, and the field is not read.
     typed: whether some layers may have a window while other layers have none.
-      If not, `transformers` does not read `layer_types`.
+      If false, all layers use windows, as `transformers` reads no `layer_types`
+      for this family.
   """
 
   switch: str = ''
@@ -91,20 +95,19 @@ class Family(NamedTuple):
 
   Attributes:
     class_name: the class of `transformers` for these models.
-    blocks: values of fields of `ModelConfig` that all models of the family
-      share and that are not the defaults.
+    blocks: field of `ModelConfig` -> value that all models of the family have.
+      Fields with their default value are left out.
     experts: whether experts take the place of the MLP, at least in some layers.
-    options: for a field of a file, the fields of `ModelConfig` that take its
-      value.
-    fixed: for a field of a file, the only value that is supported.
-    defaults: for a field of a file, its value if the file lacks the field.
+    options: field of a file -> the fields of `ModelConfig` that take its value.
+    fixed: field of a file -> the only value that is supported.
+    defaults: field of a file -> its value if the file lacks the field.
     windows: the layers that have a window; None: no layers.
-    local_rope: the field of a file that gives the base of the rotary positions
-      in layers with a window. These positions are then never scaled. '': all
-      layers have the same rotary positions.
-    names: for the path of a leaf of a layer, the name of its tensor if the name
-      differs from `llama`; '': the family has no such leaf. Leaves with the
-      same name are parts of one tensor.
+    local_rope: the field of a file that gives the base of the rotary
+      frequencies in layers with a window. These frequencies are then never
+      scaled. '': all layers have the same rotary frequencies.
+    names: path of a leaf in a layer -> the name of its tensor in a layer, where
+      the name differs from the family `llama`; '': the family has no such leaf.
+      Leaves with the same name are parts of one tensor.
   """
 
   class_name: str
@@ -119,8 +122,8 @@ class Family(NamedTuple):
 
 
 _BIASES = {'attention_bias': ('qkv_bias', 'o_bias')}
-# The fields that the file of a mixture of experts must have, and all its fields
-# about experts that `ModelConfig` has under the same names.
+# The fields that the file of a model with experts must have. `_MIXTURE` are all
+# fields about experts with the same name in files and in `ModelConfig`.
 NEEDED = ('num_experts', 'num_experts_per_tok', 'moe_intermediate_size')
 _MIXTURE = (*NEEDED, 'norm_topk_prob', 'router_aux_loss_coef')
 _LATE = Windows('use_sliding_window', first=28)
@@ -228,8 +231,8 @@ FAMILIES: Mapping[str, Family] = {
   ),
 }
 
-# Some families have tensors that each contain several leaves. These are their
-# names without '.weight'. The full name of such a tensor ends with one of them.
+# The ends of the names of tensors that contain several leaves, as some families
+# have them, without '.weight'.
 SHARED = tuple(
   name.removesuffix('.weight')
   for family in FAMILIES.values()
@@ -249,10 +252,13 @@ def find(model_type: str | None) -> Family:
 
 
 def of(*, qkv_bias: bool, qk_norm: bool, num_experts: int) -> str:
-  """Returns the family of models with these blocks, as a key of `FAMILIES`.
+  """Returns the first family for models with these fields of `ModelConfig`.
+
+  The result is a key of `FAMILIES`. A family with other fields in `blocks` is
+  never returned.
 
   Raises:
-    ValueError: no family has these blocks, so the model could not be exported.
+    ValueError: there is no such family, so the model could not be exported.
   """
   asked = ('qkv_bias', 'qk_norm')
   choices: dict[tuple[bool, ...], str] = {}
@@ -281,10 +287,10 @@ class Entry:
   Attributes:
     hf_name: name of the tensor.
     path: keys of the leaf in the parameter tree.
-    index: index of the slice on the leaf's leading axes (layer, expert); () if
-      the tensor is the whole leaf.
-    transposed: whether the axes are swapped: kernels are [in, out] in our tree
-      and [out, in] in files.
+    index: the index (layer,) or (layer, expert) of the values on the leading
+      axes of the leaf; () if the values are the whole leaf.
+    transposed: whether the file has the two axes in the opposite order: kernels
+      are [in, out] in our tree and [out, in] in files.
   """
 
   hf_name: str
@@ -303,7 +309,10 @@ class Entry:
 
 
 def tensors(config: model_config.ModelConfig) -> dict[str, list[Entry]]:
-  """Returns for each tensor name the parts of the tensor, from the top row."""
+  """Returns tensor name -> the parts of the tensor, in the order of its rows.
+
+  A tensor that is not divided has one part.
+  """
   result: dict[str, list[Entry]] = {}
   for entry in entries(config):
     result.setdefault(entry.hf_name, []).append(entry)
@@ -311,13 +320,16 @@ def tensors(config: model_config.ModelConfig) -> dict[str, list[Entry]]:
 
 
 def tensor_shape(parts: Sequence[Entry], tree: Any) -> tuple[int, ...]:
-  """Returns the shape of the tensor of these parts, see `Entry.shape`."""
+  """Returns the shape of the tensor that has these parts; see `Entry.shape`."""
   shapes = [part.shape(tree) for part in parts]
   return (sum(rows for rows, *_ in shapes), *shapes[0][1:])
 
 
 def entries(config: model_config.ModelConfig) -> list[Entry]:
-  """Returns an entry for each tensor of a policy, or for each of its parts."""
+  """Returns an entry for each tensor of a policy.
+
+  If a tensor contains several leaves, each of its parts has an entry.
+  """
   result = []
   for ours, theirs in _TOP.items():
     if ours == 'lm_head' and config.tie_embeddings:

@@ -98,12 +98,14 @@ ROPE: Mapping[str, settings.Rule] = {
   'short_factor': _NUMBERS,
   'long_factor': _NUMBERS,
   'partial_rotary_factor': _SHARE,
-  # These two are in files that list the fields by kind of layer.
+  # In some files, these two contain the other fields, separately for layers
+  # without a window and for layers with a window.
   'full_attention': _OBJECT,
   'sliding_attention': _OBJECT,
 }
 
-# The supported values of fields that a model's family does not have as options.
+# Field -> the supported values. A field that is an option of a model's family
+# may have other values.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
   'attention_bias': (False,),
   'mlp_bias': (False,),
@@ -129,7 +131,10 @@ def needed(hf: Mapping[str, Any], *names: str) -> Any:
 
 
 def check_supported(fields: Mapping[str, Any], family: families.Family) -> None:
-  """Raises ValueError with one line for an option that is not implemented."""
+  """Raises ValueError if a field has a value that is not implemented.
+
+  The message is one line.
+  """
   options = {*family.options, family.windows.switch if family.windows else ''}
   supported = {
     name: values for name, values in _SUPPORTED.items() if name not in options
@@ -146,7 +151,15 @@ def check_supported(fields: Mapping[str, Any], family: families.Family) -> None:
 def check(
   prefix: str, fields: Mapping[str, Any], rules: Mapping[str, settings.Rule]
 ) -> None:
-  """Raises ValueError with one line for a value that breaks its rule."""
+  """Raises ValueError if the value of a field breaks the rule of the field.
+
+  The message is one line.
+
+  Args:
+    prefix: the text before the name of a field in the message.
+    fields: the fields of the file. A null is like a missing field.
+    rules: name of a field -> its rule.
+  """
   for name, rule in rules.items():
     value = fields.get(name)
     if value is not None and not rule.holds(value):

@@ -44,14 +44,20 @@ _Index = tuple[slice, ...]
 
 
 class _Source(NamedTuple):
-  """Locates the values of a part of a leaf: a tensor, and the first row."""
+  """Locates the values of a part of a leaf.
+
+  Attributes:
+    entry: the tensor, and the place of the part in the parameter tree.
+    tensor: the tensor in its file.
+    row: the first row of the tensor that belongs to the part.
+  """
 
   entry: families.Entry
   tensor: safetensors_file.Tensor
   row: int
 
   def read(self, index: _Index) -> np.ndarray:
-    """Returns a slice of the part in the file's dtype, and reads only it."""
+    """Reads and returns only a slice of the part, in the file's dtype."""
     index = index[::-1] if self.entry.transposed else index
     rows = slice(index[0].start + self.row, index[0].stop + self.row)
     values = self.tensor.read((rows, *index[1:]))
@@ -126,9 +132,9 @@ def check_weights(
   """Raises ValueError if a directory lacks valid weights for a policy.
 
   `read_params` lists the errors. Values are not read and not checked, with one
-  exception: if the policy uses its embedding as the output head and the files
-  contain a head too, the two are compared, and a warning is logged if they
-  differ.
+  exception. If the policy uses its embedding as the output head, and the files
+  contain an output head too, the embedding and this head are compared. If they
+  differ, a warning is logged.
   """
   _plan(directory, config)
   if config.tie_embeddings:
@@ -136,7 +142,7 @@ def check_weights(
 
 
 def _compare_head(directory: str | pathlib.Path) -> None:
-  """Logs a warning if the unused head differs from the embedding."""
+  """Logs a warning if the files have an output head unlike the embedding."""
   tensors = weight_files.read_headers(directory)
   embedding, head = tensors[_EMBEDDING], tensors.get(_HEAD)
   if head is None:
@@ -206,7 +212,7 @@ def load_params(
 def _plan(
   directory: str | pathlib.Path, config: model_config.ModelConfig
 ) -> dict[tuple[str, ...], _Leaf]:
-  """Returns the leaves by path, with the sources of their values.
+  """Returns path of a leaf -> the leaf, with the sources of its values.
 
   Raises:
     ValueError: see `read_params`.
@@ -270,7 +276,8 @@ def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
   moves no data between devices.
   """
   local = sharding.shard_shape(leaf.shape)
-  # The last False stops the search below if no axis of the leaf is sharded.
+  # True for axes that are not sharded. The search for the first False ends at
+  # the last element if no axis is sharded.
   whole = [here == size for here, size in zip(local, leaf.shape)] + [False]
   slices = list(_slices(leaf.shape, whole.index(False)))
   if len(slices) == 1:
@@ -294,8 +301,8 @@ def _slices(shape: tuple[int, ...], num_axes: int) -> Iterator[_Index]:
   The leaf is cut along its first `num_axes` axes only.
   """
   rows = [4 * math.prod(shape[axis + 1 :]) for axis in range(num_axes)]
-  # The first axis along which one index has at most SLICE_BYTES, or else the
-  # last axis that may be cut.
+  # The leaf is cut along the first axis for which the values at one index have
+  # at most SLICE_BYTES, or along the last axis that may be cut.
   small = (
     axis for axis, size in enumerate(rows) if size <= weight_files.SLICE_BYTES
   )
@@ -328,12 +335,12 @@ def _place_slice(
     leaf: the leaf.
     sharding: the sharding of the leaf, and of the slice.
     index: bounds of the slice on each axis.
-    owned: whether the devices must own the memory of the array. If not, the CPU
-      backend uses aligned memory of numpy without a copy. Such an array cannot
-      be donated, so a program that donates it would copy it.
+    owned: whether the devices must own the memory of the array. If false, the
+      CPU backend uses aligned memory of numpy without a copy. A program to
+      which such an array is donated would have to copy it.
   """
   shape = tuple(i.stop - i.start for i in index)
-  holders: dict[tuple, list] = {}  # bounds -> devices
+  holders: dict[tuple, list] = {}  # bounds of a shard -> devices that hold it
   placement = sharding.addressable_devices_indices_map(shape)
   for device, held in placement.items():
     assert held is not None
@@ -347,7 +354,7 @@ def _place_slice(
         slice(i.start + begin, i.start + end)
         for i, (begin, end) in zip(index, bounds)
       ),
-      offset=4 * owned,  # an unaligned address, which the backend must copy
+      offset=4 * owned,  # memory at an unaligned address must be copied
     )
     for device in devices:
       place = jax.sharding.SingleDeviceSharding(
@@ -359,7 +366,10 @@ def _place_slice(
 
 
 def _read(leaf: _Leaf, index: _Index, offset: int = 0) -> np.ndarray:
-  """Returns a slice of a leaf as float32, and reads only this slice."""
+  """Returns a slice of a leaf as float32; reads only this slice from the files.
+
+  `offset` is an argument of `_memory`.
+  """
   result = _memory(tuple(i.stop - i.start for i in index), offset)
   depth = len(next(iter(leaf.sources)))
   leading, rest = index[:depth], index[depth:]
@@ -376,10 +386,11 @@ def _read(leaf: _Leaf, index: _Index, offset: int = 0) -> np.ndarray:
 
 
 def _memory(shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
-  """Returns float32 zeros in memory pages of their own, `offset` bytes in.
+  """Returns float32 zeros in memory pages that no other array uses.
 
-  The pages go back to the system when the array is deleted. Memory from malloc
-  may stay with the process, so the slices of a large model would add up.
+  The array begins `offset` bytes after the start of its pages. The pages go
+  back to the system when the array is deleted. Memory from malloc may stay with
+  the process, so the slices of a large model would add up.
   """
   size = 4 * math.prod(shape)
   private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -8,7 +8,7 @@ In such files each matrix may have a rank and a scale of its own. Our layers are
 stacked, so the adapters of one kind of matrix, such as q_proj, share one scale
 and the largest of their ranks in all layers. A and B of a smaller rank are
 padded with zeros, which stay zero in training because their gradients are zero.
-If the scale in the file differs, B is multiplied by the ratio of the scales.
+If the file's scale is not the shared scale, B is multiplied by their ratio.
 
 PEFT on `transformers` 5 keeps the experts of a layer in one parameter. Their
 adapters are then one tensor too, in which gate_proj and up_proj share A. `read`
@@ -249,7 +249,7 @@ def write(
 def _places(
   config: model_config.ModelConfig,
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-  """Yields (name in files, our layer, index in the layer) of each matrix."""
+  """Yields (name in files, leaf's path, index in the leaf) of each matrix."""
   for entry in families.entries(config):
     *layer, leaf = entry.path
     name = entry.hf_name.removesuffix('.weight')
@@ -279,11 +279,11 @@ def _open(
     raise ValueError(
       f'{folder / CONFIG}: rank_pattern or alpha_pattern: {error}'
     ) from error
-  # The weight file is named, because by default no weights are downloaded.
+  # From the Hub, a weight file is downloaded only if the call names the file.
   folder = hub.local_folder(directory, (WEIGHTS,))
   if not (folder / WEIGHTS).is_file():
-    # The older format, a *.bin file, is not downloaded from the Hub, but may be
-    # there.
+    # A Hub model is never searched for the older format, a *.bin file, but may
+    # have such a file.
     is_old = hub.is_name(directory) or (folder / 'adapter_model.bin').is_file()
     advice = '; checkpoint convert makes it from adapter_model.bin' * is_old
     raise ValueError(f'no {WEIGHTS} in {directory}{advice}')
@@ -309,8 +309,8 @@ def _open(
 
 
 def _refuse_shared(name: str, where: str = '') -> None:
-  """Raises ValueError for a tensor that contains several of our matrices."""
-  # Each matrix has its own A, but a file has one A for the whole tensor.
+  """Raises ValueError if the tensor `name` contains several of our matrices."""
+  # Each of our matrices has its own A, but the file has one A for the tensor.
   if name.endswith(families.SHARED):
     raise ValueError(
       f'{where}{name} is one tensor for several layers of this package, so its '
@@ -354,15 +354,15 @@ def _matrices(
   name: str,
   pair: Mapping[str, safetensors_file.Tensor],
 ) -> Iterator[_Matrices]:
-  """Yields the adapters in a pair of tensors: several for a pair of experts."""
+  """Yields the adapter of a pair of tensors; for gate_up_proj, two adapters."""
   a, b = pair['lora_A'], pair['lora_B']
   match = _EXPERTS.fullmatch(name)
   if match is None:
     rank, scale = _rank_and_scale(content, name)
     yield _Matrices(name, rank, scale, lambda: (a.read(), b.read()))
     return
-  # If both parameters of the experts have adapters, `base_layer` marks the pair
-  # of gate_up_proj. Otherwise `target_parameters` names the parameter.
+  # If gate_up_proj and down_proj both have adapters, `base_layer` in the name
+  # marks gate_up_proj. Otherwise `target_parameters` names the parameter.
   targets = content.get('target_parameters') or ()
   targets = (targets,) if isinstance(targets, str) else targets
   fused = any(x.endswith(_FUSED) for x in targets)
@@ -396,5 +396,5 @@ def _rank_and_scale(content: Mapping[str, Any], name: str) -> tuple[int, float]:
 
 
 def _matching(pattern: str) -> str:
-  """Returns a regular expression for dotted names that end with the pattern."""
+  """Returns a regular expression for dotted names with this pattern as end."""
   return rf'(.*\.)?({pattern})$'

@@ -15,7 +15,16 @@ FULL, SLIDING = 'full_attention', 'sliding_attention'
 def read(
   hf: Mapping[str, Any], family: families.Family, longest: int
 ) -> dict[str, Any]:
-  """Returns the fields of `ModelConfig` about rotary positions."""
+  """Returns field of `ModelConfig` -> value, for fields about rotary positions.
+
+  Args:
+    hf: the contents of the `config.json`.
+    family: the model family.
+    longest: the longest text of the run in tokens.
+
+  Raises:
+    ValueError: a field has a value that is not allowed or not supported.
+  """
   rope, local = _rope_fields(hf, family)
   theta = rope.get('rope_theta') or hf.get('rope_theta') or 10000.0
   fields: dict[str, Any] = {'rope_theta': float(theta)}
@@ -23,7 +32,8 @@ def read(
     fields['partial_rotary_factor'] = rope['partial_rotary_factor']
   if family.local_rope:
     base = local.get('rope_theta')
-    if base is None:  # `rope_theta` may be in `rope_parameters` only
+    # `theta` is also found if `rope_theta` is only in `rope_parameters`.
+    if base is None:
       base = theta if family.local_rope == 'rope_theta' else None
     fields['local_rope_theta'] = float(base or hf[family.local_rope])
     kind = local.get('rope_type', 'default')
@@ -33,7 +43,7 @@ def read(
         'supported: default'
       )
   kind = rope.get('rope_type') or rope.get('type') or 'default'
-  kind = 'longrope' if kind == 'su' else kind  # 'su' is its former name
+  kind = 'longrope' if kind == 'su' else kind  # the former name of longrope
   if kind != 'default':
     if kind == 'yarn' and theta == 1:
       raise ValueError(f'rope_theta={theta}: must not be 1 with yarn')
@@ -44,7 +54,14 @@ def read(
 def _scaling(
   kind: str, rope: Mapping[str, Any], hf: Mapping[str, Any], longest: int
 ) -> model_config.RopeScaling:
-  """Returns the scaling of rotary positions."""
+  """Returns the scaling of rotary positions that a file describes.
+
+  Args:
+    kind: the kind of scaling, a key of `model_config.ROPE_FIELDS`.
+    rope: the file's fields in `rope_parameters` or `rope_scaling`.
+    hf: the other fields of the file.
+    longest: the longest text of the run in tokens.
+  """
   if kind not in model_config.ROPE_FIELDS:
     raise ValueError(
       f'unsupported rope scaling {kind!r}; supported: default, '
@@ -91,7 +108,7 @@ def _scaling(
 
 
 def _attention_factor(kind: str, rope: Mapping[str, Any]) -> float:
-  """Returns the factor of queries and keys for a file that gives none."""
+  """Returns the `attention_factor` of a file without this field."""
   factor = max(fields_lib.needed(rope, 'factor'), 1.0)
   if kind == 'longrope':
     original = rope['original_max_position_embeddings']
@@ -109,11 +126,11 @@ def _attention_factor(kind: str, rope: Mapping[str, Any]) -> float:
 def _rope_fields(
   hf: Mapping[str, Any], family: families.Family
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-  """Returns the rotary fields of layers without a window, and with one.
+  """Returns the rotary fields of layers without, and of layers with a window.
 
   Files have the fields in `rope_parameters` or in `rope_scaling`. If a field is
-  in both, `rope_scaling` counts, as in `transformers`. The second mapping is
-  empty if a file does not list fields for layers with a window.
+  in both, `rope_scaling` counts, as in `transformers`. If a file has no
+  separate fields for layers with a window, the second mapping is empty.
 
   Raises:
     ValueError: one of the fields has a value that is not allowed.
@@ -136,20 +153,23 @@ def _rope_fields(
 def write(
   config: model_config.ModelConfig, family: families.Family
 ) -> dict[str, Any]:
-  """Returns the rotary fields in a form for old and new `transformers`."""
+  """Returns the fields of a `config.json` about rotary positions.
+
+  Old and new versions of `transformers` can read the fields.
+  """
   hf: dict[str, Any] = {'rope_theta': config.rope_theta}
   if scaling := config.rope_scaling:
     fields = ('rope_type', *model_config.ROPE_FIELDS[scaling.rope_type])
     hf['rope_scaling'] = {name: getattr(scaling, name) for name in fields}
-    # If this field is both inside and outside of `rope_scaling`,
-    # `transformers` reads the one outside.
+    # The field is inside of `rope_scaling` already. If a file has the field
+    # outside too, `transformers` reads the value outside.
     if 'original_max_position_embeddings' in fields:
       original = scaling.original_max_position_embeddings
       hf['original_max_position_embeddings'] = original
   if config.local_rope_theta:
     # Old versions of `transformers` read the fields outside of
-    # `rope_parameters`. New versions read the fields inside of it, which has
-    # one set of fields for each kind of layer.
+    # `rope_parameters`. New versions read the fields in `rope_parameters`,
+    # which has one set of fields for each kind of layer.
     hf[family.local_rope] = config.local_rope_theta
     hf['rope_parameters'] = {
       FULL: {

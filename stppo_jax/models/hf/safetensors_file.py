@@ -26,7 +26,7 @@ DTYPES: Mapping[str, np.dtype] = {
   'BF16': np.dtype(ml_dtypes.bfloat16),
   'F16': np.dtype(np.float16),
 }
-_ALIGNMENT = 8  # the first tensor begins at a multiple of so many bytes
+_ALIGNMENT = 8  # the offset of the first tensor in a file is a multiple of this
 
 
 class Tensor(NamedTuple):
@@ -45,7 +45,10 @@ class Tensor(NamedTuple):
   mapped: Any
 
   def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-    """Returns the tensor or a slice; its dtype must be in `DTYPES`."""
+    """Returns the tensor, or the slice of it at `index`.
+
+    The dtype of the tensor must be in `DTYPES`.
+    """
     return self.mapped[index]
 
 
@@ -98,6 +101,7 @@ def write(
   text += b' ' * (-len(text) % _ALIGNMENT)
   file.write(len(text).to_bytes(8, 'little') + text)
   for chunk in chunks:
-    # Written as bytes, because files do not accept arrays of bfloat16.
+    # The array is written as bytes, because `file.write` does not accept
+    # arrays of bfloat16.
     values = np.ascontiguousarray(chunk, DTYPES[dtype])
     file.write(values.reshape(-1).view(np.uint8).data)

@@ -2,7 +2,7 @@
 
     model.safetensors                   all tensors, or
     model.safetensors.index.json        {weight_map: {tensor: file}, ...} and
-    model-00001-of-00002.safetensors    the files it names
+    model-00001-of-00002.safetensors    the files that the index names
 
 If both exist, the single file is read, as `transformers` does. The index's
 metadata (total_size) is ignored, since writers disagree about it.
@@ -17,7 +17,7 @@ from stppo_jax.models.hf import safetensors_file
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
-SLICE_BYTES = 2**23  # bytes of one float32 slice of a leaf on the host
+SLICE_BYTES = 2**23  # size of the slices of a leaf that the host holds, float32
 _SHOWN = 3  # the most names or problems that an error lists
 
 
@@ -39,7 +39,8 @@ def read_headers(
   if (directory / SINGLE).is_file():
     return safetensors_file.read_header(directory / SINGLE)
   if not weight_map:
-    # For a Hub model, pytorch_model.bin is not downloaded but may exist.
+    # A Hub model is never searched for pytorch_model.bin, but may have this
+    # file, so the advice is always given for such a model.
     advice = (
       f'; python -m stppo_jax checkpoint convert {place} --out=DIR converts '
       'pytorch_model.bin to safetensors'
@@ -67,7 +68,7 @@ def read_headers(
 
 
 def read_index(index: pathlib.Path) -> Mapping[str, str]:
-  """Returns the file of each tensor, checked to lie in the directory.
+  """Returns tensor name -> name of the file in the directory with the tensor.
 
   Raises:
     ValueError: the index is not JSON, names no files, or names a file outside
@@ -101,7 +102,7 @@ def read_json(path: pathlib.Path) -> dict:
 
 
 def shortened(names: Iterable[str]) -> str:
-  """Returns a few of the names as text, and how many more there are."""
+  """Returns a text with the first few names, and the number of other names."""
   names = sorted(names)
   text = ', '.join(names[:_SHOWN])
   more = len(names) - _SHOWN
