@@ -1,10 +1,10 @@
 """Shards activations on the mesh.
 
 If only parameters and batches had shardings, the compiler might move
-activations between devices where moving a layer's weights is cheaper. So the
-model constrains its activations: the rows of a batch are sharded over `data`,
-`fsdp` and `expert`, and attention heads and the MLP's hidden width over
-`tensor`.
+activations between devices where moving the weights of a layer is cheaper. So
+the model constrains the shardings of its activations. Rows of a batch are
+sharded over `data`, `fsdp` and `expert`. Attention heads and the MLP's hidden
+width are sharded over `tensor`.
 """
 
 from collections.abc import Iterable
@@ -25,10 +25,10 @@ TENSOR = mesh_lib.AXES[-1]
 
 
 def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
-  """Returns x with a sharding constraint, which its gradient has too.
+  """Returns x with a sharding constraint, which the gradient of x has too.
 
-  A dimension is replicated if its mesh axes do not divide its size, as in a
-  batch of one row, or with fewer key and value heads than devices.
+  A dimension is replicated if the number of devices along its mesh axes does
+  not divide its size, such as a batch of one row on several devices.
 
   Args:
     x: an activation.
@@ -45,11 +45,11 @@ def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
 def fitting(
   axes: Iterable[Axes], shape: tuple[int, ...], mesh: jax.sharding.Mesh
 ) -> P:
-  """Returns a partition spec whose mesh axes divide each dimension.
+  """Returns a partition spec that fits an array of this shape.
 
-  An entry of `axes` becomes None if its mesh axes do not divide the size of its
-  dimension. `expert` is left out of an entry with several axes if only one
-  device is along `expert`.
+  An entry of `axes` becomes None if the number of devices along its mesh axes
+  does not divide the size of its dimension. `expert` is left out of an entry
+  with several axes if only one device is along `expert`.
 
   Args:
     axes: the wanted mesh axes of the leading dimensions.
@@ -74,10 +74,10 @@ def spread_heads(
 ) -> Array:
   """Returns keys or values with their heads sharded over the axis `tensor`.
 
-  If several devices of `tensor` share a head, each device gets a copy of the
-  head. Without copies, the heads would be replicated, and every device would
-  compute the attention of all query heads. The gradients of the copies are
-  summed between the devices once, after attention.
+  If there are fewer heads than devices along `tensor`, several devices share a
+  head, and each of these devices gets a copy of the head. Without copies, the
+  heads would be replicated, and every device would compute the attention of all
+  query heads. The gradients of the copies are summed once, after attention.
 
   Args:
     x_BLKH: keys or values of B rows, L tokens and K heads of size H.

@@ -22,14 +22,14 @@ from stppo_jax.parallel import mesh as mesh_lib
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
   'tpu': {
-    # The compiler computes a product with a sharded matrix of at least this
-    # many MiB in windows, one for each device: it multiplies a window while the
-    # next window is sent. This number is so large that there are no windows.
-    # With 16 or more devices, windows are narrow: a width of 1536 gives windows
-    # of 96 columns, which fill a third of the matrix unit. By the compiler's
-    # estimate, an update of a 1.5B model on 16 chips takes half the time
-    # without windows, and the compiler still gathers each matrix during the
-    # product before it.
+    # If a sharded matrix has at least this many MiB, the compiler cuts a
+    # product with the matrix into windows, one for each device, and multiplies
+    # a window while the next window is sent. This number is so large that no
+    # product is cut. With 16 or more devices, windows would be narrow: a width
+    # of 1536 gives windows of 96 columns, which fill a third of the matrix
+    # unit. By the compiler's estimate, an update of a 1.5B model on 16 chips
+    # takes half the time without windows. Without windows, the compiler gathers
+    # each matrix during the product before.
     'xla_jf_spmd_threshold_for_windowed_einsum_mib': 1_000_000,
   },
 }
@@ -50,13 +50,14 @@ def jit(
   """Returns `jax.jit` of a function that computes with a model.
 
   By default, GPUs round the factors of float32 products to TF32, and TPUs round
-  them to bfloat16. A float32 model would then be as inexact as a bfloat16
-  model, and the engine would disagree with the trainer, because its programs
-  round at other points. So products of float32 models have full precision.
+  the factors to bfloat16. A float32 model would then be nearly as inexact as a
+  bfloat16 model, and the engine would disagree with the trainer, because the
+  programs of the two round at different points. So matrix products of float32
+  models have full precision.
 
   Args:
     function: the function to compile.
-    mesh: the devices of the program; None = the default device.
+    mesh: the devices of the program; None: the default device.
     dtype: the name of the dtype of the model's computations.
     **arguments: further arguments of `jax.jit`.
   """
@@ -73,7 +74,7 @@ def jit(
 # Each program is lowered first and compiled next.
 _LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
 _COMPILED = '/jax/core/compile/backend_compile_duration'
-_LONG = 10.0  # seconds after which a compilation is logged
+_LONG = 10.0  # seconds of a compilation after which its program is logged
 _log = logging.getLogger(__name__)
 
 
@@ -120,13 +121,15 @@ def measured() -> Iterator[Callable[[], float]]:
 
 @contextlib.contextmanager
 def announced(*, long: float = _LONG) -> Iterator[None]:
-  """Logs which programs take long to compile, and how long they took.
+  """Logs long compilations while the body runs.
 
   Args:
-    long: seconds after which the name of a program is logged. Shorter
-      compilations are not mentioned.
+    long: seconds of a compilation after which a line with the name of the
+      program is logged. A second line at the end has the seconds. Shorter
+      compilations are not logged.
   """
-  waiting: dict[int, threading.Timer] = {}  # thread -> timer that logs a line
+  # Thread that compiles -> timer that logs the first line.
+  waiting: dict[int, threading.Timer] = {}
 
   def listen(event: str, duration_secs: float, **kwargs) -> None:
     if event not in (_LOWERED, _COMPILED):

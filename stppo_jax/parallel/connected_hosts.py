@@ -133,15 +133,20 @@ class ConnectedHosts(hosts_lib.Hosts):
     self._send({'stop': True})
 
   def diagnose(self, error: BaseException) -> BaseException:
-    """See `Hosts.diagnose`; waits for a message of a failure that is late."""
+    """See `Hosts.diagnose`; waits some seconds for the other host's failure."""
     self._failed.wait(_DIAGNOSIS)
     return self._failure or error
 
   def fail(self, line: str, exit_code: int) -> None:
-    """Tells the other hosts of a failure, after which this process must end.
+    """Tells the other hosts that the run has failed.
 
-    The call returns when the message is sent. On host 0, it also waits until
-    the other hosts have left, but at most `_GRACE` seconds.
+    The caller must then end this process. The call returns when the message is
+    sent. On host 0, the call also waits until the other hosts have left, but at
+    most `_GRACE` seconds.
+
+    Args:
+      line: the host that has failed, and the cause.
+      exit_code: the exit code with which all hosts end.
     """
     # Two threads may fail at once. The second failure often follows from the
     # first, so only the first failure is sent.
@@ -149,7 +154,8 @@ class ConnectedHosts(hosts_lib.Hosts):
       first, self._ending = not self._ending, True
     if first and self._failure is None:
       self._send({'failed': line, 'code': exit_code})
-    # At the usual end of a process, jax would wait for hosts that never come.
+    # At the end of the process, jax's exit handler would wait for hosts that
+    # never come. The handler that is registered here runs first.
     atexit.register(interruption.end_process, exit_code)
     self._send({'bye': True})
     self._call(self._close())
@@ -216,7 +222,10 @@ class ConnectedHosts(hosts_lib.Hosts):
       self._end(hosts_lib.HostFailed(f'{self._coordinator} is gone: {why}'))
 
   async def _watch(self) -> None:
-    """Reports a silent coordinator, and gives it up at the time limit."""
+    """Prints when the coordinator is silent, and in the end fails the run.
+
+    The run fails after `patience` seconds without an answer.
+    """
     said = coordinator_lib.FIRST_WAIT
     while self._failure is None and not self._ending:
       await asyncio.sleep(coordinator_lib.PAUSE)
@@ -258,9 +267,12 @@ class ConnectedHosts(hosts_lib.Hosts):
       self._end(hosts_lib.HostFailed(message['failed'], message['code']))
 
   def _end_exchanges(self, error: BaseException, what: str = '') -> None:
-    """Raises an error in the waits for exchanges whose key begins with `what`.
+    """Raises an error in threads that wait for some of the exchanges.
 
-    The key begins with the name of the exchange; '' ends all waits.
+    Args:
+      error: the error to raise.
+      what: the name of the exchanges, with which their keys begin; '' stands
+        for all exchanges.
     """
     with self._lock:
       keys = [key for key in self._waiting if key.startswith(what)]
@@ -269,7 +281,10 @@ class ConnectedHosts(hosts_lib.Hosts):
       future.set_exception(error)
 
   def _end(self, failure: hosts_lib.HostFailed) -> None:
-    """Ends all waits for other hosts now, and this process after `grace`."""
+    """Ends all waits for other hosts, because the run has failed.
+
+    If this process has not ended `grace` seconds later, `_abort` ends it.
+    """
     with self._lock:
       if self._failure is not None:
         return
@@ -277,12 +292,12 @@ class ConnectedHosts(hosts_lib.Hosts):
     self._failed.set()
     self._end_exchanges(failure)
     self.on_stop()
-    # The main thread may be waiting in a compiled program for a lost host, and
-    # then cannot end the process itself.
+    # The main thread may be waiting in a compiled program for a lost host. The
+    # main thread then cannot end the process, so another thread does.
     self._loop.call_later(self._grace, self._abort, failure)
 
   def _abort(self, failure: hosts_lib.HostFailed) -> None:
-    if not self._ending:  # the process does not end by itself
+    if not self._ending:  # the main thread has not begun to end the process
       streams.say(str(failure))
       interruption.end_process(failure.exit_code)
 
@@ -300,10 +315,13 @@ class ConnectedHosts(hosts_lib.Hosts):
     return future
 
   def _expect(self, key: str) -> concurrent.futures.Future:
-    """Returns the future of an exchange; a failure of the run ends it too."""
+    """Returns the future of the values of an exchange.
+
+    If the run fails, or a stop abandons the exchange, the future raises.
+    """
     future = concurrent.futures.Future()
-    # The lock makes sure that no wait is missed: a failure comes either before
-    # this block, which then sees it, or afterwards, and then ends the future.
+    # Because of the lock, a failure comes either before this block, and is seen
+    # here, or after this block, and then ends the future.
     with self._lock:
       abandoned = self._stopped and key.startswith(coordinator_lib.PROGRAM)
       if self._failure is None and not abandoned:

@@ -20,19 +20,19 @@ numbers of the processes that take part; [] for all. The coordinator sends:
     {"ask": true}                                     are you alive?
     {"stop": true}, {"failed": "...", "code": 75}     passed on to everybody
 
-A message is a line of JSON. The connection of a killed process ends, so the
-coordinator names that process to all others at once. A process that is stopped,
-or whose machine hangs, keeps its connection but does not answer any more.
+A message is a line of JSON. The connection of a killed process ends, and the
+coordinator at once names the lost process to all others. A process that is
+stopped, or whose machine hangs, keeps its connection, but does not answer.
 
 jax has its own coordinator, which XLA needs. Its key-value store and barriers
-could carry the exchanges, but do not handle failures. A wait cannot be ended
-from outside, so a host would hear of a signal or a failure of another host only
-at the time-out. A client that loses jax's coordinator aborts its process with a
-stack trace that names no host, even with `jax_enable_recoverability`. So each
-process other than process 0 has a relay, to which its client of jax connects.
-The relay passes the bytes on to the port of this coordinator, which forwards
-them to jax's. If process 0 is lost, the relay keeps the client's connection
-open.
+could carry the exchanges, but do not handle failures. A wait in jax cannot be
+ended from outside, so a host would hear of a signal or a failure of another
+host only at the time-out. A jax client that loses jax's coordinator aborts its
+process with a stack trace that names no host, even with
+`jax_enable_recoverability`. So each process other than process 0 has a relay,
+to which its jax client connects. The relay passes bytes on to this coordinator,
+which passes them on to jax's coordinator. If process 0 is lost, the relay keeps
+the client's connection open.
 """
 
 import asyncio
@@ -52,10 +52,10 @@ PROGRAM = 'the next program'
 JAX = b'jax\n'  # the first line of a connection that is relayed
 # Errors that end the task of a connection. asyncio would log a cancelled task.
 _ENDS = (OSError, asyncio.CancelledError)
-_LIMIT = 1 << 28  # bytes of a message
-_CHUNK = 1 << 16  # bytes of one read of a relay
+_LIMIT = 1 << 28  # the most bytes of a message
+_CHUNK = 1 << 16  # the most bytes that a relay reads at once
 # Seconds until a waiting process prints which hosts it waits for, and seconds
-# until it repeats that line.
+# until the process prints the line again.
 FIRST_WAIT, NEXT_WAIT = 5.0, 60.0
 PAUSE = 0.5  # seconds between two checks for late processes
 ASK_EVERY = 5.0  # seconds between two questions whether a process is alive
@@ -110,8 +110,8 @@ class Coordinator:
     count: the number of processes.
     jax_port: the port of jax's coordinator on this machine.
     start_timeout: seconds to wait until all processes are connected.
-    patience: the most seconds between the arrival of the first process at an
-      exchange and of the last, and the most seconds until a process answers.
+    patience: the most seconds that the first process of an exchange waits for
+      the last, and the most seconds that a process needs to answer.
   """
 
   address: str
@@ -127,7 +127,8 @@ class Coordinator:
     # part in it, and the values so far.
     self._given: dict[str, tuple[float, Sequence[int], dict[int, Any]]] = {}
     self._asked: dict[int, float] = {}  # process -> when it was asked
-    self._said: dict[str, float] = {}  # line -> waited seconds to repeat it at
+    # Line -> the seconds of waiting after which the line is printed again.
+    self._said: dict[str, float] = {}
     self._clock = AwakeClock()
     self._failed = self._stopped = False
     self._all_left = asyncio.Event()
@@ -152,7 +153,7 @@ class Coordinator:
     self._watching = asyncio.create_task(self._watch())
 
   async def close(self, seconds: float) -> None:
-    """Waits until all processes have left, at most `seconds`, and ends."""
+    """Waits, at most `seconds`, until all processes have left, and closes."""
     with contextlib.suppress(TimeoutError):
       await asyncio.wait_for(self._all_left.wait(), seconds)
     self._server.close()
@@ -203,8 +204,8 @@ class Coordinator:
     if len(self._members) == self.count:
       names = [self._members[n].name for n in range(self.count)]
       self._broadcast({'done': 'met', 'values': names})
-    # A line that is no message ends the connection, and the other processes
-    # hear that the process is gone, because it cannot be trusted to answer.
+    # If a line is no message, the process cannot be trusted to answer. So its
+    # connection ends, and the other processes hear that the process is gone.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
       while line := await reader.readline():
         self._receive(process, json.loads(line))
@@ -253,7 +254,7 @@ class Coordinator:
       self._all_left.set()
 
   def _fail(self, line: str, code: int) -> None:
-    """Sends the first failure, which may cause later failures, to all."""
+    """Sends the first failure to all; later failures may follow from it."""
     if not self._failed:
       self._failed = True
       self._broadcast({'failed': line, 'code': code})
@@ -319,8 +320,8 @@ class Relay:
   """Forwards a port of this machine to jax's coordinator in process 0.
 
   Attributes:
-    passes_end: whether the end of process 0 also ends the connections of this
-      machine. jax would abort the process then; if they stay open, jax waits.
+    passes_end: whether the connections to jax on this machine end if process 0
+      ends. If they end, jax aborts this process. If they stay open, jax waits.
   """
 
   def __init__(self, host: str, port: int):
@@ -352,7 +353,7 @@ class Relay:
 
 
 async def pump(reader, writer, *, ends=lambda: True) -> None:
-  """Copies bytes until a side ends, and then closes the writer if `ends()`."""
+  """Copies bytes until a side ends; then closes the writer if `ends()`."""
   with contextlib.suppress(OSError):
     while data := await reader.read(_CHUNK):
       writer.write(data)
@@ -388,10 +389,10 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
 def addresses(host: str) -> Sequence[str]:
   """Returns the addresses of a host name that a server tries to bind, in order.
 
-  A loopback name gives only its loopback address, so that no other machine can
-  connect. Another name may belong to a gateway that passes connections on and
-  whose address cannot be bound, so the second choice is '': all addresses of
-  this machine.
+  For a loopback name, only the loopback address is returned, so that no other
+  machine can connect. Another name may belong to a gateway that passes
+  connections on, and whose address cannot be bound here. So for such a name,
+  '' follows, which means all addresses of this machine.
   """
   resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
   first = str(resolved[0][4][0])

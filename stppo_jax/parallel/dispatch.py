@@ -34,10 +34,13 @@ import numpy as np
 
 Array = jax.Array
 Tree = Any
-# (rows [R, D], the expert of each row or x for none, matrices) -> [R, D].
+# A function of R visits that returns their results [R, D]. The arguments are
+# the visits' tokens [R, D], the visits' experts [R] (x for padding), and the
+# matrices of all experts.
 Rows = Callable[[Array, Array, Tree], Array]
-# (rows, matrices, number of rows of each matrix) -> products of each row with
-# its matrix, see `moe.ragged_dot`.
+# A function that returns the product of each row with the row's matrix. The
+# arguments are rows, matrices, and the number of rows of each matrix, see
+# `moe.ragged_dot`.
 Product = Callable[..., Any]
 
 # R divided by the number of visits that a device gets under equal loads.
@@ -45,8 +48,8 @@ _ROOM = 1.5
 # The number of tokens whose visits one matrix product adds up, see `_added`.
 _TILE = 256
 _LANES = 128
-# Added to a token t, these give t and t + 1. Their positions among the sorted
-# tokens of visits are the first visit of t and the end of its visits.
+# [[0], [1]], which is added to a token t to give t and t + 1. Where t and t + 1
+# would stand in the sorted tokens of the visits, the visits of t begin and end.
 _ENDS = np.arange(2)[:, None]
 
 
@@ -96,15 +99,16 @@ def exchanged(
   Every device calls this function inside a `shard_map` over all mesh axes.
 
   Args:
-    compute: computes visits with the experts of a device.
-    x_BLD: the tokens of this device, in B rows of L; n = B L.
+    compute: the function that computes the results of a block of visits.
+    x_BLD: the hidden states of this device's tokens, in B rows of L; n = B L.
     ids_BLE: the experts that each token visits, numbered over all devices.
     weights_BLE: the weight of each visit.
     *experts: for each projection, the matrices [x, ...] of this device's
       experts and, if there are adapters, the adapters' matrices.
     axis: the mesh axis along which devices hold different experts.
-    product: a product whose gradient with respect to the matrices is a kernel,
-      by which visits are summed; None: visits are summed with gathers.
+    product: a product of rows with matrices. The gradient of the matrices is
+      computed by a kernel, which is used to sum the visits of a token. None:
+      visits are summed with gathers.
   """
 
   def gather(a_BL):
@@ -187,13 +191,14 @@ def _block(
     jax.lax.dynamic_slice_in_dim(a, n * sums.rows, sums.rows)
     for a in visits[:3]
   )
-  # The kernel that computes sums needs a row width that fills whole lanes.
+  # The kernel that sums visits, here for the gradient of the weights, needs
+  # rows whose width fills whole lanes.
   weights_NE = jnp.pad(weights_NE, ((0, 0), (0, -weights_NE.shape[1] % _LANES)))
   lanes_1E = jnp.arange(weights_NE.shape[1])[None]
   weights_RE: Any = _taken(sums, weights_NE, tokens_R)
   weights_RE = jnp.where(slots_R[:, None] == lanes_1E, weights_RE, 0)
   y_RD = compute(_taken(sums, x_ND, tokens_R), experts_R, experts)
-  # Products leave rows of no expert unwritten, so these are set to 0.
+  # `compute` leaves the results of padding unwritten, so they are set to 0.
   y_RD = jnp.where(tokens_R[:, None] < sums.tokens, y_RD, 0)
   return _added(
     sums, y_RD * jnp.sum(weights_RE, axis=1, keepdims=True), tokens_R
@@ -205,7 +210,7 @@ def _block(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _taken(sums: _Sums, x_ND: Array, tokens_R: Array) -> Array:
   """Returns x[tokens]; zeros for token N, which is padding."""
-  del sums  # only the gradient needs it
+  del sums  # only the gradient uses `sums`
   return x_ND.at[tokens_R].get(
     mode='fill', fill_value=0, indices_are_sorted=True
   )
@@ -213,7 +218,10 @@ def _taken(sums: _Sums, x_ND: Array, tokens_R: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _added(sums: _Sums, y_RD: Array, tokens_R: Array) -> Array:
-  """Returns the sum of each token's rows in y, [N, D]; tokens are sorted."""
+  """Returns for each token the sum of its rows in y, [N, D].
+
+  `tokens_R`, the tokens of the rows, are sorted.
+  """
   N, product = sums.tokens, sums.product
   if product is None:
     first_N, end_N = jnp.searchsorted(tokens_R, jnp.arange(N)[None] + _ENDS)
@@ -222,9 +230,9 @@ def _added(sums: _Sums, y_RD: Array, tokens_R: Array) -> Array:
       place_N = jnp.where(first_N + n < end_N, first_N + n, sums.rows)
       total_ND += y_RD.at[place_N].get(mode='fill', fill_value=0)
     return total_ND.astype(y_RD.dtype)
-  # For each tile of tokens, a product with a matrix of zeros and ones adds up
-  # the rows of each token. The gradient of `product` with respect to its
-  # matrices is such a product, and has a kernel.
+  # For each tile of tokens, the product of a matrix of zeros and ones with the
+  # rows adds up the rows of each token. The gradient of the matrices of
+  # `product` is such a product, and a kernel computes it.
   tiles = -(-N // _TILE)
   tile_R = jnp.where(tokens_R < N, tokens_R // _TILE, tiles)
   ones_RT = jax.nn.one_hot(tokens_R % _TILE, _TILE, dtype=y_RD.dtype)
@@ -250,7 +258,7 @@ _added.defvjp(
 @jax.custom_vjp
 def permuted(x_UD: Array, order_U: Array, inverse_U: Array) -> Array:
   """Returns x[order]; a gradient g of the result becomes g[inverse]."""
-  del inverse_U  # only the gradient needs it
+  del inverse_U  # only the gradient uses `inverse_U`
   return x_UD[order_U]
 
 

@@ -19,12 +19,12 @@ from stppo_jax.parallel import hosts as hosts_lib
 Tree = Any
 
 START_TIMEOUT = 300.0  # seconds until all processes must be connected
-_PATIENCE = 3600.0  # seconds that a host may be later than other hosts
+_PATIENCE = 3600.0  # seconds that other hosts wait for a late host
 # The coordinator of this package notices lost hosts, and names them. If jax's
 # coordinator noticed a lost host first, it would end all other processes
 # without naming that host. So jax's time-out is one day.
 _JAX_HEARTBEAT = 24 * 3600
-_JAX_SHUTDOWN = 10  # seconds
+_JAX_SHUTDOWN = 10  # seconds that jax waits for the other processes at the end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Place:
 def place(
   coordinator: str, num_processes: int, process_id: int, *, collectors: int = 0
 ) -> Place | None:
-  """Returns the place of this process from its flags, or from its cluster.
+  """Returns the place of this process, from the flags or from the cluster.
 
   Args:
     coordinator: host name and port of process 0; '' if no flag was given.
@@ -107,11 +107,11 @@ def _place(
 
 
 def detect() -> Place | None:
-  """Returns the place that a cluster has given to this process, or None.
+  """Returns the place of this process in its cluster, as jax detects it.
 
-  jax detects the cluster: a TPU slice (VMs and GKE) or a job of Slurm, Open MPI
-  or Kubernetes. The result is None outside of a cluster, and for the only
-  process of a job.
+  A cluster is a TPU slice (VMs and GKE) or a job of Slurm, Open MPI or
+  Kubernetes. The result is None outside of a cluster, and for the only process
+  of a job.
   """
   with warnings.catch_warnings():
     # In every pod of Kubernetes, jax warns that a package is missing.
@@ -136,10 +136,10 @@ def joined(
 ) -> Iterator[hosts_lib.Hosts]:
   """Yields the hosts of a run once all are connected, and ends them together.
 
-  Enter it before jax is asked for devices. For jax, the hosts that learn form
-  one run, and each host that only collects is a separate run. So no program has
-  devices of both kinds of hosts, and neither kind waits for the other inside a
-  program.
+  The context must be entered before jax is asked for devices. For jax, the
+  hosts that learn form one run, and each host that only collects is a separate
+  run. So no compiled program uses devices of both kinds of hosts, and neither
+  kind waits for the other inside a program.
 
   Args:
     here: the place of this process; None: it is the only process.
@@ -175,7 +175,8 @@ def joined(
         'config.mesh.collectors: must be the same on all hosts, which have '
         + ', '.join(map(str, given))
       )
-    # This package handles signals. jax's service would replace its handlers.
+    # This package handles signals. jax's service would replace the package's
+    # signal handlers.
     jax.config.update('jax_enable_preemption_service', False)
     jax.distributed.initialize(
       address,
@@ -195,15 +196,16 @@ def joined(
       )
     yield hosts
     # First all hosts say that they are done. Then jax's clients leave jax's
-    # coordinator. The connections that they used are closed last.
+    # coordinator. The relays, through which jax's clients are connected, are
+    # closed last.
     hosts.leave()
     jax.distributed.shutdown()
     hosts.close()
   except BaseException as error:
     cause = error
     if isinstance(error, jax.errors.JaxRuntimeError):
-      # If another host was lost, a collective of this host fails with this
-      # error. The cause is then the failure of the other host.
+      # If another host was lost, a collective on this host fails with a
+      # JaxRuntimeError. The cause is then the failure of the other host.
       cause = hosts.diagnose(error)
     line = str(cause)
     if not isinstance(cause, hosts_lib.HostFailed):
@@ -219,8 +221,8 @@ def joined(
 def by_host(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
   """Returns a mesh of the same devices, with each host's devices adjacent.
 
-  A host then holds whole rows of a batch: the rows that it has collected. With
-  a single process, the mesh is returned unchanged.
+  In a batch on this mesh, a host holds whole rows, which are the rows that the
+  host has collected. With a single process, the mesh is returned unchanged.
 
   Raises:
     ValueError: the hosts have different numbers of devices, or `tensor` would

@@ -43,14 +43,17 @@ class HostFailed(Exception):
 
 
 class Hosts:
-  """The hosts of a run, seen by one of them; this class has only one host.
+  """The hosts of a run, as one of the hosts sees them.
+
+  This class is for a run with a single host. `ConnectedHosts` and `Group` are
+  the subclasses for several hosts.
 
   Attributes:
     index: the number of this host.
     count: the number of hosts.
     names: the name of each host's machine.
-    on_stop: called on another thread if this host is to abandon work that can
-      be repeated, after a stop or a failure.
+    on_stop: function that is called, on another thread, after a stop or a
+      failure. It must make this host abandon work that can be repeated.
     collectors: the number of hosts that only collect.
     learns: whether this host learns; False if it only collects.
     whole: all hosts of the run, of which this object may be a `Group`.
@@ -70,7 +73,10 @@ class Hosts:
 
   @property
   def group(self) -> 'Hosts':
-    """The hosts with the task of this host: to learn, or only to collect."""
+    """The hosts with the same task as this host: to learn, or only to collect.
+
+    Without hosts that only collect, these are all hosts.
+    """
     return self
 
   @property
@@ -91,7 +97,8 @@ class Hosts:
     Args:
       what: the name of the value, the same on all hosts.
       value: this host's value, which must be serialisable as JSON.
-      timeout: seconds to wait; None: until the coordinator gives up late hosts.
+      timeout: seconds to wait; None: until the coordinator fails the run
+        because a host is late.
 
     Raises:
       HostFailed: another host has failed, or is too late.
@@ -103,11 +110,18 @@ class Hosts:
     return [value]
 
   def gather(self, what: str, value: Any) -> list[Any] | None:
-    """Returns the values of all hosts on the first host, and None elsewhere."""
+    """Returns the values of all hosts on the first host, else None.
+
+    Args:
+      what, value: see `exchange`.
+    """
     return self.exchange(what, value)
 
   def share(self, size: int) -> slice:
-    """Returns this host's slice of `size` items; slices differ by at most 1."""
+    """Returns this host's slice of `size` items.
+
+    The slices of two hosts differ by at most one item in length.
+    """
     return share(size, self.index, self.count)
 
   def describe(self, index: int) -> str:
@@ -115,10 +129,13 @@ class Hosts:
     return f'host {index} ({self.names[index]})'
 
   def stop(self) -> None:
-    """Asks all hosts to abandon work that can be repeated, and to vote next."""
+    """Asks all hosts to abandon work that can be repeated; see `voting`."""
 
   def diagnose(self, error: BaseException) -> BaseException:
-    """Returns `error`, or the failure of another host if that was the cause."""
+    """Returns the cause of an error of this host.
+
+    The cause is the failure of another host, or else `error` itself.
+    """
     return error
 
 
@@ -164,7 +181,7 @@ class Group(Hosts):
     return self.whole.describe(self._members[index])
 
   def stop(self) -> None:
-    """See `Hosts.stop`; it asks all hosts of the run, not only this group."""
+    """See `Hosts.stop`; asks all hosts of the run, not only this group."""
     self.whole.stop()
 
   def diagnose(self, error: BaseException) -> BaseException:
@@ -178,5 +195,8 @@ def describe(error: BaseException) -> str:
 
 
 def share(size: int, index: int, count: int) -> slice:
-  """Returns the slice of `size` items for host `index` of `count` hosts."""
+  """Returns the slice of `size` items that belongs to host `index` of `count`.
+
+  The slices of all hosts have nearly the same length, and cover all items.
+  """
   return slice(index * size // count, (index + 1) * size // count)

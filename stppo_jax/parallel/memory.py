@@ -15,8 +15,8 @@ Tree = Any
 GIB = 1 << 30
 
 _HOST, _DEVICE = 'pinned_host', 'device'
-# The share of a device's memory that arrays may fill if weights are gathered to
-# save communication, see `leaves_room`.
+# Weights are gathered to save communication only if arrays then fill at most
+# this share of a device's memory, see `leaves_room`.
 _FILLED = 1 / 2
 
 
@@ -76,10 +76,11 @@ class Held(NamedTuple):
       collects, while the device collects; {} if no device of this host
       collects.
     gradients: the bytes of the gradients of an update.
-    copied: the bytes of keys and values that decode copies on a device that
-      collects; 0 if a kernel reads the pages of the KV cache in place.
-    gathered: the bytes of the frozen base after it is gathered for updates; 0
-      if it is not gathered.
+    copied: the bytes of the keys and values that the decode program copies on a
+      device that collects; 0 if a kernel reads the pages of the KV cache in
+      place.
+    gathered: the bytes of the frozen base of adapters on a device after an
+      all-gather for updates; 0 without this all-gather.
   """
 
   sizes: Mapping[str, int]
@@ -95,16 +96,12 @@ class Held(NamedTuple):
 
   @property
   def decodes(self) -> int:
-    """The bytes on a device that collects, with the copies of decode."""
+    """The bytes on a device that collects, while it decodes."""
     return sum(self.collecting.values()) + self.copied
 
   @property
   def total(self) -> int:
-    """The larger of two numbers.
-
-    They are the bytes on a device while it learns, and the bytes on a device
-    while it collects.
-    """
+    """The most bytes on a device: while it learns, or while it collects."""
     return max(self.learns + self.gradients + self.gathered, self.decodes)
 
 
@@ -125,7 +122,7 @@ def device_limit() -> int | None:
 
 
 def leaves_room(mesh: jax.sharding.Mesh, size: int) -> bool:
-  """Returns whether `size` bytes leave enough memory of a device free.
+  """Returns whether `size` bytes fill at most half of a device's memory.
 
   The result is True if the size of the memory is not known, as on CPUs.
 
@@ -139,7 +136,7 @@ def leaves_room(mesh: jax.sharding.Mesh, size: int) -> bool:
 
 
 def _reported(name: str) -> list[int]:
-  """Returns a memory statistic of each local device that reports it."""
+  """Returns the statistic `name` of each local device that reports it."""
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
   return [x[name] for x in stats if x.get(name)]
 

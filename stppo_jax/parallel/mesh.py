@@ -9,8 +9,8 @@ import numpy as np
 
 AXES = ('data', 'fsdp', 'expert', 'tensor')
 BATCH_AXES = ('data', 'fsdp', 'expert')
-# Devices along `expert` hold different experts of a mixture of experts. All
-# other weights are sharded over `expert` as they are over `fsdp`.
+# Devices along `expert` hold different experts of a mixture of experts. The
+# width of all other weights is sharded over `fsdp` and `expert` together.
 WEIGHT_AXES = ('fsdp', 'expert')
 
 # If the kind of a device or the name of a topology matches this pattern, the
@@ -168,7 +168,7 @@ def check_divides(
       axis must divide.
     num_kv_heads: the number of key and value heads; the size of `tensor` must
       divide this number or be a multiple of it.
-    whose: a text that the message has after the dimensions, such as
+    whose: the text that follows the dimensions in the message, such as
       ' of the value model'.
 
   Raises:
@@ -177,8 +177,8 @@ def check_divides(
   """
   for axis, sizes in sharded.items():
     heads = num_kv_heads if axis == 'tensor' else 0
-    # The width is sharded over both `WEIGHT_AXES`, so the product of the two
-    # must divide it.
+    # The width of weights is sharded over both `WEIGHT_AXES`, so the product of
+    # the sizes of these two axes must divide the width.
     times = mesh.shape['expert'] if axis == 'fsdp' else 1
     if wrong := _undivided(sizes, heads, times * mesh.shape[axis]):
       fitting = [
@@ -197,7 +197,10 @@ def check_divides(
 def _undivided(
   sizes: Mapping[str, int], num_kv_heads: int, devices: int
 ) -> list[str]:
-  """Returns as text the sizes that the number of devices does not divide."""
+  """Returns NAME=SIZE of each size that the number of devices does not divide.
+
+  See `check_divides` for `num_kv_heads`.
+  """
   wrong = [f'{name}={size}' for name, size in sizes.items() if size % devices]
   if num_kv_heads % devices and devices % num_kv_heads:
     wrong.append(f'num_kv_heads={num_kv_heads}')

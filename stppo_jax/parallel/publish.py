@@ -7,10 +7,10 @@ have several such sets of devices, which hold the same weights and decode
 different rows.
 
 One program on all devices copies the weights from one layout to the other. Its
-results are global arrays, and every host holds all pieces of each. The host
-then makes arrays of its own devices from these pieces, without a copy.
-`device_put` cannot replace the program: it may return the arrays of training
-themselves, which the next update deletes.
+results are global arrays, and every host holds all pieces of each array. From
+these pieces, the host then makes arrays on its own devices only, without a
+copy. `device_put` cannot replace the program: it may return the arrays of
+training themselves, which the next update deletes.
 
 If some devices of each host only collect, the program gathers the copy on the
 devices that learn, and each host then moves the copy to its devices that
@@ -36,17 +36,17 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 
 Tree = Any
-# Each axis of the training mesh is split into two factors, so that one mesh can
-# express both layouts. Decoding shards rows over `_ROWS` and weights over
-# `_COLUMNS`.
+# Each axis of the training mesh is split into two axes, whose sizes multiply to
+# the size of the axis. Both layouts can be written with these axes. Decoding
+# shards rows over `_ROWS` and weights over `_COLUMNS`.
 _ROWS = ('data_rows', 'fsdp_rows', 'expert_rows', 'tensor_rows')
 _COLUMNS = ('tensor_columns', 'data_columns', 'fsdp_columns', 'expert_columns')
 _SPLIT_AXES = (
   *('data_rows', 'data_columns', 'fsdp_rows', 'fsdp_columns'),
   *('expert_rows', 'expert_columns', 'tensor_columns', 'tensor_rows'),
 )
-# For each axis of the training mesh, the factors over which weights are sharded
-# when publishing begins, see `Placement.stages`.
+# For each axis of the training mesh, the axes over which the first layout of
+# `Placement.stages` shards weights.
 _BEGIN = {
   'fsdp': ('fsdp_rows', 'fsdp_columns'),
   'expert': ('expert_rows', 'expert_columns'),
@@ -63,11 +63,11 @@ class Placement:
     tensor: the number of devices over which a copy of the weights is sharded.
     collecting: the devices of this host that decode and do not learn; () if the
       devices that learn also decode.
-    host: the number of this host; None: the number of this process.
+    host: the number of this host; None: `jax.process_index()`.
     spans_slice: whether all hosts run the same decoding programs, each with its
       own rows. Then `mesh` has the devices of all hosts.
-    collectors: the number of hosts that only collect, if this host is one of
-      them; 0 if it learns.
+    collectors: the number of hosts that only collect, if this host only
+      collects; 0 if this host learns.
 
   Raises:
     ValueError: the weights cannot be sharded over `tensor` devices of a host.
@@ -92,8 +92,9 @@ class Placement:
           f'must divide the {count} devices of this host{which}: each host '
           'decodes its own rows, with a complete copy of the weights'
         )
-    # The rules below concern the layout of training. A host that only collects
-    # receives whole matrices, which it can divide into any number of parts.
+    # The checks below concern the layout of training. They do not apply to a
+    # host that only collects, because it receives whole matrices, which can be
+    # divided into any number of parts.
     if self.collectors:
       return
     trained = self.training.shape
@@ -127,7 +128,8 @@ class Placement:
         for group in self._groups
         if self.spans_slice or self._is_here(group[0])
       ]
-      # Sorted so that the rows of a host are adjacent.
+      # Groups of the same host must be adjacent, so that the rows of a host are
+      # adjacent.
       groups.sort(key=lambda group: group[0].process_index)
       devices = list(np.concatenate(groups))
     return mesh_lib.make_mesh(
@@ -143,7 +145,8 @@ class Placement:
     """The size of each of `_SPLIT_AXES`."""
     data, fsdp, expert, tensor = self.training.devices.shape
     # Devices along `tensor` keep their shards as far as possible. If decoding
-    # needs more shards, the axes with the closest devices provide them.
+    # needs more shards, weights are also sharded over the axes whose devices
+    # are closest to each other.
     columns = math.gcd(tensor, self.tensor)
     more = self.tensor // columns if columns == tensor else 1
     by_expert = math.gcd(more, expert)
@@ -162,7 +165,7 @@ class Placement:
 
   @functools.cached_property
   def _everywhere(self) -> jax.sharding.Mesh:
-    """The mesh of training with each axis split into two factors.
+    """The mesh of training with each axis split into two axes.
 
     The devices have the same order as in the mesh of training, because a
     program can only mix meshes with the same order of devices.
@@ -177,7 +180,10 @@ class Placement:
 
   @functools.cached_property
   def _groups(self) -> np.ndarray:
-    """Devices [copies, tensor]; each row holds one copy of the weights."""
+    """The devices [copies, tensor] of training.
+
+    The devices of one row together hold one copy of the weights for decoding.
+    """
     order = [_SPLIT_AXES.index(name) for name in (*_ROWS, *_COLUMNS)]
     devices = self._everywhere.devices.transpose(order)
     return devices.reshape(-1, self.tensor)
@@ -250,20 +256,20 @@ class Publisher:
   def program(self, part: Tree) -> tuple[Any, Tree]:
     """Returns the jitted program that copies a part, and the copy's layout.
 
-    The program takes the part and the index of the layer to copy; for weights
-    outside of stacks, the index has no effect.
+    The program takes the part and the index of the layer to copy. If the part
+    is all weights outside of stacks, the index has no effect.
 
     Args:
-      part: either a stack of layers, or all weights outside of stacks; shapes
-        suffice.
+      part: either a stack of layers, or all weights outside of stacks; the
+        leaves may be shapes.
     """
-    # There is one program for each structure of a part. There are few
-    # structures: with or without adapters, a stack or the other weights.
+    # Parts with the same tree structure share a program. The structure depends
+    # on whether a part is a stack, and on whether it has adapters.
     key = jax.tree.structure(part)
     if key not in self._programs:
       layout = self._layout(part, self._placement.mesh)
-      # A host that only collects never runs this program. Only the shapes of
-      # its results are asked for, and shapes need no layout.
+      # A host that only collects never runs this program, and needs only the
+      # shapes of the results. So the results need no shardings there.
       sent = self._placement.collectors > 0
       copy = jax.jit(
         self._copy, out_shardings=None if sent else self._stages(part)[-1]
@@ -272,7 +278,10 @@ class Publisher:
     return self._programs[key]
 
   def parts(self, params: Tree) -> list[tuple[Tree, int]]:
-    """Returns the parts of weights (see `program`) with the layers of each.
+    """Returns the parts of weights, each with its number of layers.
+
+    The first part is all weights outside of stacks, with the number 1, if there
+    are any. Every stack of layers is a further part.
 
     Args:
       params: the weights with stacked layers, or their shapes.
@@ -367,10 +376,11 @@ class Publisher:
 
 
 def _moved(x: jax.Array, layout: NamedSharding) -> list[jax.Array]:
-  """Returns the pieces of x that a layout needs, copied to its devices.
+  """Returns copies of pieces of x on the devices of a layout.
 
-  Each piece is copied from a device of this host that holds it. If several
-  devices hold it, they take turns as the source.
+  Each device of this host in the layout gets the piece that the layout gives
+  the device. The piece is copied from a device of this host that holds it. If
+  several devices hold the piece, they take turns as the source.
   """
   held: dict[tuple, list[jax.Array]] = {}
   for piece in x.addressable_shards:

@@ -24,11 +24,11 @@ def select(batch: Tree, rows: Any, mesh: jax.sharding.Mesh | None) -> Tree:
   """Returns some rows of a batch, with the sharding of the batch.
 
   With x[rows], every device would get the whole batch and keep a few of its
-  rows. Here every device gets one row in each of m rounds. In a round, every
-  device sends one of its rows to each other device: the row at the local index
-  of the row that the receiver needs. The receiver keeps only the row that the
-  owner of the needed row has sent. So in addition to its own rows, a device
-  holds only n rows at a time.
+  rows. Here every device gets one row in each of m rounds. Say that in a round,
+  device d needs row i of the batch, which is row i mod b of the device that
+  owns it. Then every device sends its own row i mod b to d, and d keeps only
+  the row from the owner. So in addition to its own rows, a device holds only n
+  rows at a time.
 
   Args:
     batch: arrays [n b, ...], with rows sharded over `mesh_lib.BATCH_AXES`.
@@ -42,10 +42,13 @@ def select(batch: Tree, rows: Any, mesh: jax.sharding.Mesh | None) -> Tree:
     return jax.tree.map(lambda x: x[rows], batch)
 
   def local(batch, rows_nm):
-    size = len(jax.tree.leaves(batch)[0])  # b
+    size = len(jax.tree.leaves(batch)[0])  # b, the rows of this device
 
     def one_row(_, rows_n):
-      """Returns this device's next row; rows_n: each device's next index."""
+      """Returns the row that this device gets in a round.
+
+      `rows_n` are the indices of the rows that the n devices need.
+      """
       owner = rows_n[jax.lax.axis_index(axes)] // size
 
       def exchange(x):
@@ -75,9 +78,9 @@ def take_clipped(x: Array, index: Array) -> Array:
 
   Args:
     x: the array [n b, ...].
-    index: int32 [A], indices of rows of x; or int32 [n, m], for each device
-      indices of rows within its own part, so that no row moves to another
-      device. An index that is too large gives an arbitrary row.
+    index: int32 [A], the indices of rows of x. Or int32 [n, m], for each of n
+      devices the indices of rows within its own b rows, so that no row moves to
+      another device. An index that is too large gives an arbitrary row.
   """
   if index.ndim == 1:
     return x.at[index].get(mode='clip')
@@ -136,11 +139,11 @@ def take_with_inverse(x: Array, index: Array, inverse: Array) -> Array:
   Args:
     x: see `take_filled`.
     index: see `take_filled`; no row of a device may occur twice.
-    inverse: int32 [n, b], for each row of a device the position i with
-      index[i] = row, and m or more for a row that does not occur in the index.
-      If `inverse` differs from this, the gradient is wrong.
+    inverse: int32 [n, b], for each row of a device the position of the row in
+      the device's `index`, and m or more for a row that is not in `index`. With
+      any other `inverse`, the gradient is wrong.
   """
-  del inverse  # only the gradient needs it
+  del inverse  # only the gradient uses `inverse`
   return take_filled(x, index)
 
 

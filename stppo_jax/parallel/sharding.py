@@ -13,9 +13,9 @@ from stppo_jax.parallel import mesh as mesh_lib
 Tree = Any
 
 _WIDTH = mesh_lib.WEIGHT_AXES
-# The first rule applies whose pattern is found in the name of a leaf, such as
-# 'layers/q_proj/kernel'. Leaves of the stacked layers have a leading axis of
-# layers, which is not sharded.
+# Rules (pattern, partition spec). To a leaf applies the first rule whose
+# pattern is found in the leaf's name, such as 'layers/q_proj/kernel'. Leaves of
+# the stacked layers have a leading axis of layers, which is not sharded.
 RULES: tuple[tuple[str, P], ...] = (
   (r'(embedding|lm_head)$', P('tensor', _WIDTH)),
   (r'moe/router/kernel$', P(None, _WIDTH)),
@@ -25,8 +25,8 @@ RULES: tuple[tuple[str, P], ...] = (
   (r'moe/down_proj/kernel$', P(None, 'expert', 'tensor', 'fsdp')),
   (r'(q|k|v|gate|up)_proj/kernel$', P(None, _WIDTH, 'tensor')),
   (r'(o|down)_proj/kernel$', P(None, 'tensor', _WIDTH)),
-  # Each matrix of an adapter is sharded along the dimension that its kernel has
-  # too, and not along the rank.
+  # Each matrix of an adapter is sharded like its kernel along the dimension
+  # that both have, and replicated along the rank.
   (r'moe/(gate|up)_proj/lora_a$', P(None, 'expert', 'fsdp')),
   (r'moe/(gate|up)_proj/lora_b$', P(None, 'expert', None, 'tensor')),
   (r'moe/down_proj/lora_a$', P(None, 'expert', 'tensor')),
@@ -73,7 +73,7 @@ def param_shardings(params: Tree, mesh: jax.sharding.Mesh) -> Tree:
 
 
 def constrain_params(params: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
-  """Returns parameters or gradients with a sharding constraint by the rules.
+  """Returns parameters or gradients, constrained to the shardings of `RULES`.
 
   Call this function inside a program.
 
@@ -111,7 +111,7 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def with_layout(shapes: Tree, layouts: Tree) -> Tree:
-  """Returns a tree of shapes that have shardings.
+  """Returns a tree of `jax.ShapeDtypeStruct`, each with its sharding.
 
   Args:
     shapes: a tree of arrays or shapes.

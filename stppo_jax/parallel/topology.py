@@ -67,8 +67,9 @@ TPUS: Mapping[str, Limits] = {
   'v5e': Limits(15.75, 197e12, 0.82e12, 90e9, 90e9, 1.5e9),
   'v5p': Limits(95.74, 459e12, 2.765e12, 180e9, 180e9, 1.75e9),
   'v6e': Limits(31.25, 918e12, 1.64e12, 180e9, 180e9, 1.75e9),
-  # A chip is two devices; each has half of the chip's rates. The links follow
-  # from Google's page: 1200 GB/s through six ports in both directions.
+  # A chip of tpu7x is two devices, and each device has half of the chip's
+  # rates. The rate of the links follows from Google's page: 1200 GB/s through
+  # six ports in both directions.
   'tpu7x': Limits(94.75, 1153e12, 3.69e12, 100e9, 100e9, 1.9e9, 2),
 }
 # Source: NVIDIA's data sheets for A100, H100 and H200 (SXM). Operations are the
@@ -80,14 +81,14 @@ GPUS: Mapping[str, Limits] = {
   'h100': Limits(79.2, 989e12, 3.35e12, 450e9, 50e9),
   'h200': Limits(139.8, 989e12, 4.8e12, 450e9, 50e9),
 }
-# The rates are guesses, which suffice to compare plans with each other.
+# The rates of this CPU are guesses. They suffice to compare two plans for CPUs.
 CPU = Limits(80.0, 50e9, 10e9, 5e9, 1e9)
 
 _NUMBER = re.compile(r'0*[1-9]\d*')
 _CHIPS = re.compile(rf'{_NUMBER.pattern}(x{_NUMBER.pattern}){{1,2}}')
 _GPUS_PER_HOST, _CHIPS_PER_HOST = 8, 4
-# Slices whose eight chips are all in one host. Larger slices have four chips in
-# a host.
+# Slices with eight chips in a single host. All other slices have at most four
+# chips in a host.
 _ONE_HOST = ('v5e:2x4', 'v6e:2x4')
 # On a machine with TPUs, environment variables with these prefixes describe its
 # hosts and chips. `devices` removes them and sets the variables of
@@ -146,11 +147,14 @@ class VirtualDevice:
 
   @property
   def client(self) -> Any:
-    """The runtime of host 0, by which a mesh finds its local devices."""
+    """An object that says that this process is host 0.
+
+    A mesh compares this number with `process_index` to find local devices.
+    """
     return types.SimpleNamespace(process_index=lambda: 0)
 
   def addressable_memories(self) -> list[Any]:
-    """Returns stand-ins for the device's memories, which only have a kind."""
+    """Returns stand-ins for the device's memories, with `kind` only."""
     kinds = 'device', 'pinned_host'
     return [types.SimpleNamespace(kind=kind) for kind in kinds]
 
@@ -190,8 +194,8 @@ def virtual(topology: Topology) -> list[Any]:
   """
   if topology.num_devices % topology.per_host:
     raise ValueError(
-      f'{topology.name}: the number of devices must be a multiple of '
-      f'{topology.per_host}, which each host has'
+      f'{topology.name}: the number of devices must be a multiple of the '
+      f'{topology.per_host} devices that each host has'
     )
   return [
     VirtualDevice(n, n // topology.per_host, topology.platform, topology.name)
@@ -208,19 +212,19 @@ def devices(topology: Topology) -> list[Any]:
     ValueError: there is no such slice, or libtpu is not installed; the message
       is one line.
   """
-  # Imported here because no other function needs the module.
+  # Imported here because only this function uses the module.
   from jax.experimental import topologies
 
   name = topology.name
   options: dict[str, Any] = {}
-  if name.endswith(':1x1'):  # the default is a host with four chips or more
+  if name.endswith(':1x1'):  # by default, a host has four chips or more
     options['chips_per_host_bounds'] = (1, 1, 1)
   if name in _ONE_HOST:
     options['chips_per_host_bounds'] = (2, 4, 1)
-  if name.startswith('v4:'):  # the default is two devices per chip
+  if name.startswith('v4:'):  # by default, a chip would be two devices
     options['chip_config_name'] = 'megacore'
   for key in [key for key in os.environ if key.startswith(_OF_A_MACHINE)]:
-    if key != 'TPU_LIBRARY_PATH':  # this one names the file of libtpu
+    if key != 'TPU_LIBRARY_PATH':  # it says where libtpu is
       del os.environ[key]
   os.environ.update(_ENVIRONMENT)
   try:
@@ -258,7 +262,7 @@ def compiled(lowered: Any) -> Any:
     raise Rejected(f'the compiler rejects it: {first}') from error
 
 
-# The limits of each kind of device, by the name that jax gives the kind.
+# Name that jax gives a kind of device -> the limits of the kind.
 _KINDS = {
   'TPU v4': TPUS['v4'],
   'TPU v5 lite': TPUS['v5e'],

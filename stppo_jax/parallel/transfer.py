@@ -2,10 +2,11 @@
 
 A host that learns has a `Server`, and a host that only collects has a `Client`.
 The server keeps a log of messages, such as weights, which every client reads in
-order. It also keeps a box into which clients put messages, such as dialogues. A
-program on the devices of both hosts would be faster, but both would have to
-interrupt their work for it at the same time. Here no host waits for a reader:
-weights are sent while both hosts compute.
+order. The server also keeps a box into which clients put messages, such as
+dialogues. A compiled program on the devices of both hosts would send arrays
+faster, but both hosts would have to interrupt their work at the same time to
+call it. Here no host waits for a reader: weights are sent while both hosts
+compute.
 
 A message is a line of JSON with a value and the dtypes and shapes of arrays,
 followed by the bytes of the arrays. Nothing is unpickled. A connection carries
@@ -17,8 +18,8 @@ hosts of the run know:
     {"word": ..., "put": "3 from 1"}    a message for the box follows, with the
                                         key "3 from 1"
 
-If a host is lost, its connections end here without a message; the coordinator
-reports the lost host.
+If a host is lost, its connections end, and no error is raised or printed here.
+The coordinator reports the lost host.
 """
 
 from collections.abc import Mapping, Sequence
@@ -111,12 +112,16 @@ class Server:
       self._changed.notify_all()
 
   def received(self, key: str) -> 'concurrent.futures.Future[Message]':
-    """Returns the future of the message that is put into the box with a key."""
+    """Returns the future of the message that a client puts into the box.
+
+    Args:
+      key: the key that the client gives to the message.
+    """
     with self._changed:
       return self._box.setdefault(key, concurrent.futures.Future())
 
   def forget(self, key: str) -> None:
-    """Removes the message with a key from the box."""
+    """Removes the message with this key from the box."""
     with self._changed:
       self._box.pop(key, None)
 
@@ -130,7 +135,8 @@ class Server:
     self._socket.close()
 
   def _accept(self) -> None:
-    with contextlib.suppress(OSError):  # the server was closed
+    # After `close`, `accept` raises an OSError.
+    with contextlib.suppress(OSError):
       while True:
         connection, _ = self._socket.accept()
         self._connections.add(connection)
@@ -155,7 +161,10 @@ class Server:
     self._connections.discard(connection)
 
   def _send_logged(self, number: int, connection: socket.socket) -> None:
-    """Sends a message of the log when it exists; nothing after `close`."""
+    """Waits until a message of the log exists, and sends the message.
+
+    If the server is closed, nothing is sent.
+    """
     with self._changed:
       self._changed.wait_for(lambda: self._is_closed or len(self._log) > number)
       message = None if self._is_closed else self._log[number]
@@ -233,7 +242,7 @@ class Client:
     line = json.dumps({'word': address.word, **asked})
     try:
       connection.sendall(line.encode() + b'\n')
-    except OSError:  # the server has just been closed
+    except OSError:  # the server was closed after the connection was made
       connection.close()
       raise
     return connection
@@ -242,8 +251,8 @@ class Client:
 def held(tree: Tree) -> tuple[list[Any], list[jax.Array]]:
   """Returns the pieces of arrays that this host has to send.
 
-  If several devices, perhaps of several hosts, hold the same piece, it is sent
-  from only one of them.
+  If several devices, perhaps of several hosts, hold the same piece, only one of
+  these devices sends the piece.
 
   Args:
     tree: nested dicts of global arrays.
@@ -278,7 +287,8 @@ def whole(messages: Sequence[Message]) -> Tree:
     for (names, dtype, shape, bounds), piece in zip(
       places, pieces, strict=True
     ):
-      if piece.shape == tuple(shape):  # the whole array, which needs no copy
+      # A piece that is the whole array needs no copy.
+      if piece.shape == tuple(shape):
         found[tuple(names)] = piece
         continue
       if tuple(names) not in found:

@@ -1,10 +1,10 @@
 """Runs sections of Python code that all hosts end together.
 
-A section prepares, collects or evaluates. It has no compiled program that waits
-for another host (`collective_section` is the exception). At its end the hosts
-vote: each host tells whether it is done, was interrupted, or has failed. So
-every host knows before the next compiled program whether all hosts will call
-it, and all hosts save the same step.
+A section prepares, collects or evaluates. No compiled program in a section
+waits for another host, except in a `collective_section`. At the end of a
+section the hosts vote: each host tells whether it is done, was interrupted, or
+has failed. So before the next compiled program, every host knows whether all
+hosts will call the program, and all hosts save the same step.
 
 A host that is interrupted or fails asks the other hosts to abandon the section.
 """
@@ -42,7 +42,8 @@ def voted(
 
   Raises:
     Interrupted: raised on all hosts if one of them got a signal.
-    HostFailed: raised on all other hosts if one host had an error.
+    HostFailed: if one host had an error, raised on all other hosts. Also raised
+      on this host if `patience` ends before the other hosts have voted.
   """
   if hosts.is_alone:
     with interrupt.interruptible():
@@ -113,7 +114,8 @@ def collective_section(
       yield
     return
   yield
-  # The first host that votes waits while the other hosts still compute.
+  # There is no time limit: even after a signal, a host that votes early must
+  # wait until the other hosts have finished the section.
   with interruptible(patience=None):
     pass
 
@@ -124,9 +126,9 @@ def agreed(
 ) -> Iterator[list[Any]]:
   """Yields the values of all hosts, by which the body decides what to call.
 
-  If one host called a program and another host did not, the program would keep
-  the devices busy for ever. So a signal does not end the body, and it ends the
-  exchange of values either on all hosts or on no host.
+  If one host called a compiled program and another host did not, the program
+  would keep the devices busy for ever. So a signal does not end the body. And a
+  signal ends the exchange of values either on all hosts or on no host.
 
   Args:
     hosts: the hosts of the run.
@@ -144,10 +146,10 @@ def _vote(
   error: BaseException | None,
   interrupt: interruption.Interruption,
 ) -> dict[str, Any]:
-  """Returns the vote of this host; {} if it has finished its section.
+  """Returns the vote of this host; {} if this host has finished its section.
 
-  If this host abandoned its section because another host asked it to, its vote
-  has the exit code None.
+  If this host abandoned its section only because another host asked for it, the
+  exit code in the vote is None.
   """
   if error is None:
     return {}
