@@ -203,7 +203,7 @@ def _weights(
   *,
   k_scale_BKJ1: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-  """Returns (weights, the sum of each query's weights, its largest logit).
+  """Returns the weights, their sum per query, and the largest logit per query.
 
   The weights are exp(logit - largest logit) [B, K, R, L, J].
   """

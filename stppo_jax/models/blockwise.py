@@ -81,7 +81,7 @@ def attend(
   padded = num_tiles * tile
   mix: Any = _mix_in_loop  # Any, because custom_vjp hides the function's type
   if num_tiles <= _FEW:
-    padded, mix = size, _mix_unrolled  # needs no padding: see its docstring
+    padded, mix = size, _mix_unrolled  # the last tile may be shorter there
   ids_BL = segment_ids_BL
   if ids_BL is not None:
     ids_BL = jnp.pad(ids_BL, ((0, 0), (0, padded - size)))
@@ -278,10 +278,10 @@ def _mean(gradient: Array, mixed: Array) -> Array:
 
 
 def _sum_over_queries(pairs_BKRLJ: Array, q_BKRLH: Array) -> Array:
-  """Returns [B, K, H, J]: q times a number per query and key, summed over q.
+  """Returns the sum of pairs_lj q_l over queries and query heads [B, K, H, J].
 
-  The sum is over queries and query heads. H comes before J in the result,
-  because then only q, the smaller operand, has to be transposed.
+  H comes before J in the result, because then only q, the smaller operand, has
+  to be transposed.
   """
   pairs_BKRLJ = pairs_BKRLJ.astype(q_BKRLH.dtype)
   # einsum sums over its letters in alphabetical order, and the order decides
@@ -382,7 +382,7 @@ def _logits(
 
 
 def _sum(equation: str, x: Array, y: Array) -> Array:
-  """Returns the einsum of x, in the dtype of y, and y, summed in float32."""
+  """Returns the einsum of x and y; x is cast to y's dtype, sums are float32."""
   return jnp.einsum(
     equation, x.astype(y.dtype), y, preferred_element_type=jnp.float32
   )

@@ -14,7 +14,8 @@ A program reads only the first pages of each row, as many as the longest row has
 begun. So the cost of a token grows with the current length of the rows, not
 with the largest possible length. The number of pages that are read changes no
 bit of the result, see `attention.attend_to_slices`. The kernels for TPU and GPU
-read no page that its row has not begun, see the package `kernels`.
+read of each row only the pages that the row has begun, see the package
+`kernels`.
 
 New keys and values are first kept beside the pages, in `Recent`, until `store`
 moves them into pages. A loop that decodes tokens writes only to `Recent`, which
@@ -23,10 +24,11 @@ loop neither copies nor writes them. `store` runs once per chunk of tokens,
 after the loop. It updates the donated pages in place, and on a mesh each device
 updates its own pages.
 
-On a mesh, key and value heads are sharded along `tensor`. If the size of
-`tensor` does not divide the number of heads, rows are sharded along `tensor`
-too, instead of heads. Then no two devices hold the same head of the same row,
-and only the queries and the results of attention move between devices.
+On a mesh, key and value heads are sharded along `tensor`. But if the size of
+`tensor` does not divide the number of heads, heads are not sharded, and rows
+are sharded along `tensor` too. Then no two devices hold the same head of the
+same row, and only the queries and the results of attention move between
+devices.
 
 Keys and values may be stored as int8. The H numbers of one token and head then
 become integers from -127 to 127 and share one scale, which is their largest
@@ -58,7 +60,7 @@ Block = tuple[Array, ...]
 Cache = tuple[Block, ...]  # for each layer, the block of all pages
 NO_PAGE = 2**30  # larger than the number of any page
 Recent = tuple[Block, ...]  # for each layer, the block of recent tokens
-# Smaller largest magnitudes count as this number, so that no scale is zero.
+# A scale is made from a magnitude of at least this number, so it is never zero.
 _LEAST = 1e-12
 
 
@@ -119,9 +121,9 @@ def nothing_recent(
 
 
 def _by_layer(config, plain, with_experts) -> tuple[Any, ...]:
-  """Returns an element per layer: `with_experts` if it has experts, or `plain`.
+  """Returns a tuple with one of the two arguments for each layer.
 
-  `config` says which layers have experts.
+  A layer with experts gets `with_experts`, and any other layer gets `plain`.
   """
   return tuple(
     with_experts if config.stacks[name][0].num_experts else plain

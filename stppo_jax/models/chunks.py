@@ -13,9 +13,9 @@ Chunks are cut along M, so that each device keeps its own rows. On a mesh, the
 output matrix is all-gathered over `fsdp` once, before the scan. Its gradient is
 summed over the chunks in float32, and after the scan it is reduce-scattered
 once, in the dtype of the matrix. Within a chunk, devices along the axis
-`tensor` hold different vocabulary entries. They exchange sums over the entries,
-but never logits: a few numbers per token in the forward pass, and the gradient
-of the hidden states in the backward pass.
+`tensor` hold different vocabulary entries. These devices exchange sums over
+their entries, but never logits: a few numbers per token in the forward pass,
+and the gradient of the hidden states in the backward pass.
 """
 
 from collections.abc import Callable, Sequence

@@ -252,7 +252,7 @@ class ModelConfig:
 
 
 def computed_as(config: ModelConfig, other: ModelConfig) -> ModelConfig:
-  """Returns `config`, with the program and the precision that `other` has."""
+  """Returns `config`, but with the program and the precision of `other`."""
   fields = {name: getattr(other, name) for name in _PROGRAM}
   return dataclasses.replace(config, **fields)
 

@@ -114,8 +114,8 @@ def recomputed_layer_operations(
     return 0.0
   count = attention_operations(shape, length)
   if shape.remat == 'full':
-    # All projections are computed again, except the down projection: the
-    # backward pass does not need its result.
+    # The down projection is not computed again, because the backward pass does
+    # not need the result of the down projection.
     weights = _all_weights(shape)
     count += 2.0 * (weights.attention + weights.expand)
   return count

@@ -103,7 +103,7 @@ class Model:
       tensor += ['moe_intermediate_size'] if experts else []
       if not experts or self.config.dense_layers:
         tensor.append('intermediate_size')
-      # For each axis of the mesh, the sizes of the model that it must divide.
+      # Mesh axis -> the sizes of the model that the axis must divide.
       apart = ('num_experts', 'hidden_size') if experts else ()
       sharded = {'expert': apart, 'fsdp': ('hidden_size',), 'tensor': tensor}
       mesh_lib.check_divides(
@@ -221,9 +221,9 @@ class Model:
       **rows: see `Rows`.
     """
     loss_positions_BM = rows.get('loss_positions_BM')
-    # If only loss positions are wanted, only their states are computed. But
-    # values at all tokens need the states of all tokens, and then the logits
-    # select the states that they need.
+    # Logits need only the states that predict the loss positions. If values at
+    # all tokens are wanted, the states of all tokens are computed, and the
+    # logits are made from some of these states.
     narrowed = loss_positions_BM is not None
     narrowed &= self.head != 'both' or not values_everywhere
     rows['loss_positions_BM'] = loss_positions_BM if narrowed else None

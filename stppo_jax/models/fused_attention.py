@@ -55,7 +55,7 @@ def cudnn(
     return _of_sequences(segments, mesh, window)
   options: dict[str, Any] = {'is_causal': True, 'implementation': 'cudnn'}
   if window:
-    # The numbers of tokens before and after its own token that a query sees.
+    # How many tokens before and after its own token a query sees.
     options['local_window_size'] = window - 1, 0
   valid_BL11 = None
   if lengths_B is not None:

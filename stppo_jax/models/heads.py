@@ -148,10 +148,11 @@ def token_values(
 
 
 def state_positions(loss_positions_BM: Array, length: int) -> Array:
-  """Returns the position l - 1 of the predicting state per loss position l.
+  """Returns the positions of the states that predict the loss positions.
 
-  Loss positions outside 1..L - 1 are filler. For filler, the returned positions
-  lie outside 0..L - 1, where `transformer.gather_states` gives zeros.
+  The state at position l - 1 predicts token l. Loss positions outside 1..L - 1
+  are filler. For filler, the returned positions lie outside 0..L - 1, where
+  `transformer.gather_states` gives zeros.
 
   Args:
     loss_positions_BM: the loss positions.

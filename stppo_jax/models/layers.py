@@ -59,7 +59,7 @@ class Experts(Kernel):
     self.adapter_scale = None
 
   def adapt(self, a: Array, b: Array, *, scale: float) -> None:
-    """Stores an adapter for each expert, which adds scale a @ b to its matrix.
+    """Stores the adapters, which add scale a @ b to the matrices of experts.
 
     See `lora`. The result of `matrices` has the adapters.
     """

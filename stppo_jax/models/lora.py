@@ -82,8 +82,8 @@ class Lora:
 def _matching(patterns: Iterable[str], name: str, default: float) -> float:
   """Returns the number of the first pattern that fits a name, or the default.
 
-  A pattern is 'EXPRESSION=NUMBER'. It fits if its regular expression is found
-  in the name.
+  A pattern is 'EXPRESSION=NUMBER'. A pattern fits a name if the regular
+  expression is found in the name.
   """
   for pattern in patterns:
     expression, _, number = pattern.rpartition('=')

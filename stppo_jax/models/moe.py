@@ -268,7 +268,7 @@ def _grouped(product, x_BLD, ids_BLE, weights_BLE, *kernels) -> Array:
 
 
 def _by_expert(product, x_UD: Array, ids_U: Array, kernels) -> Array:
-  """Returns each visit's result [U, D]; arbitrary if its id is no expert's."""
+  """Returns each visit's result [U, D], arbitrary if no expert has its id."""
   gate, up, down = kernels
   num_experts = len(gate[0])
   # Shapes are static although the loads of experts vary: there are always U
@@ -393,7 +393,7 @@ def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
 
 
 def _tile(size: int, most: int) -> int:
-  """Returns the columns of a tile: the fewest tiles, nearly equal in size."""
+  """Returns the columns of a tile, so that tiles are few and nearly equal."""
   if size <= most:
     return size
   tiles = -(-size // most)

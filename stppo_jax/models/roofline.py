@@ -174,7 +174,7 @@ class Work:
 
 
 def phases(work: Work, topology: topology_lib.Topology) -> dict[str, Phase]:
-  """Returns the phases of a step by name, in their order.
+  """Returns name -> phase, in the order of the phases in a step.
 
   Args:
     work: the sizes of the step.
@@ -253,7 +253,7 @@ def _publish(work: Work) -> _Counts:
   parts = work.shards * work.axes['tensor']
   size, n = trained * work.itemsize, min(work.engine_tensor, parts)
   sent = size / parts * (n - 1) / n + size / n * (1 - n / parts)
-  # Each device that only collects gets its part from a device that learns.
+  # A device that only collects gets its weights from a device that learns.
   copied = size / n * work.collectors / work.learners
   traffic = {('all-gather', 'fsdp'): sent, ('copy', 'tensor'): copied}
   return 0.0, 0.0, 0.0, traffic
@@ -323,12 +323,12 @@ def _update(work: Work) -> _Counts:
 
 
 def _layers(work: Work, rows: int) -> float:
-  """Returns the forward operations of all layers of one model."""
+  """Returns the forward operations of all layers of one model, for all rows."""
   return rows * work.length * flops.layer_operations(work.shape, work.length)
 
 
 def _head(work: Work, rows: int) -> float:
-  """Returns the forward operations of the logits at loss positions."""
+  """Returns the forward operations of the logits at loss positions of rows."""
   return rows * work.losses * flops.logit_operations(work.shape)
 
 
@@ -390,7 +390,7 @@ def _activations(
 def _bandwidth(
   topology: topology_lib.Topology, axes: Mapping[str, int], axis: str
 ) -> float:
-  """Returns the bytes per second that a device sends along an axis."""
+  """Returns the bytes per second that a device sends along a mesh axis."""
   inner = 1
   for name in reversed(mesh_lib.AXES):
     inner *= axes[name]

@@ -72,9 +72,10 @@ def _linear(
 def _dynamic(
   plain: Array, scaling: model_config.RopeScaling, theta: float
 ) -> Array:
-  """Returns frequencies with a larger theta, the larger the longer the text.
+  """Returns the frequencies of a larger theta.
 
-  The text is the longest text of the run.
+  If the longest text of the run exceeds the original length, theta grows with
+  the length of this text.
   """
   half, original = len(plain), scaling.original_max_position_embeddings
   excess = max(scaling.length, original) / original - 1

@@ -4,8 +4,8 @@ Shape letters: B rows, L tokens of a row, M states of a row that the caller
 wants, D width, N query heads, K key and value heads, H size of a head, V
 vocabulary entries, X experts, E experts that a token visits, S sequences.
 
-Sequences are right-padded. A causal mask hides from a token all tokens after
-it, so padding needs no mask of its own: it changes only the states at padding.
+Sequences are right-padded. A causal mask hides from a token all later tokens.
+So padding changes only the states at padding, and needs no mask of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -117,7 +117,7 @@ class DecoderLayer(nnx.Module):
     if c.qk_norm and not c.qk_norm_whole:
       q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
     q_BLNH, k_BLKH = (rotary.rotate(x, rotation) for x in (q_BLNH, k_BLKH))
-    if c.query_pre_attn_scalar:  # `attend` divides by √H after this factor
+    if c.query_pre_attn_scalar:  # undoes the √H by which `attend` divides
       q_BLNH = q_BLNH * (H / c.query_pre_attn_scalar) ** 0.5
     v_BLKH = split_heads(self.v_proj(y_BLD))
     mixed = attend(q_BLNH, k_BLKH, v_BLKH).reshape(B, L, -1)

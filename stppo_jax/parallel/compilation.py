@@ -94,7 +94,7 @@ def keep(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def measured() -> Iterator[Callable[[], float]]:
-  """Yields a function that returns the compile seconds since its last call.
+  """Yields a function that returns the compile seconds since the last call.
 
   Reading a program from the cache on disk counts as compiling it. The seconds
   of all threads are added up, so the sum may exceed the elapsed time.

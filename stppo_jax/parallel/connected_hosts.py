@@ -17,8 +17,8 @@ from stppo_jax.parallel import hosts as hosts_lib
 
 # Seconds that every process of a failed run has to end by itself.
 _GRACE = 10.0
-# After an error that another host may have caused, seconds to wait for the
-# message that names that host.
+# If another host may have caused an error of this host, the seconds to wait for
+# the message that names the other host.
 _DIAGNOSIS = 5.0
 
 
@@ -259,7 +259,7 @@ class ConnectedHosts(hosts_lib.Hosts):
         streams.say(f'waiting {message["waiting"]}')
     elif 'stop' in message:
       # All hosts get the coordinator's messages in the same order. So before a
-      # program, either all hosts have the values of the exchange, or no host.
+      # program, either all hosts or no host have the values of the exchange.
       self._stopped = True
       self._end_exchanges(interruption.Interrupted(), coordinator_lib.PROGRAM)
       self.on_stop()

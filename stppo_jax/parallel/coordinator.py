@@ -46,8 +46,8 @@ from typing import Any, NamedTuple
 
 from stppo_jax import exits
 
-# The name of the exchanges before a program that either all hosts or no host
-# may call. A stop abandons only exchanges of this name.
+# The name of the exchange that precedes a program which either all hosts or no
+# host may call. A stop abandons only exchanges of this name.
 PROGRAM = 'the next program'
 JAX = b'jax\n'  # the first line of a connection that is relayed
 # Errors that end the task of a connection. asyncio would log a cancelled task.
@@ -254,7 +254,7 @@ class Coordinator:
       self._all_left.set()
 
   def _fail(self, line: str, code: int) -> None:
-    """Sends the first failure to all; later failures may follow from it."""
+    """Sends the first failure to all, and drops later failures."""
     if not self._failed:
       self._failed = True
       self._broadcast({'failed': line, 'code': code})
@@ -353,7 +353,7 @@ class Relay:
 
 
 async def pump(reader, writer, *, ends=lambda: True) -> None:
-  """Copies bytes until a side ends; then closes the writer if `ends()`."""
+  """Copies bytes until a side ends; closes the writer if `ends()` is true."""
   with contextlib.suppress(OSError):
     while data := await reader.read(_CHUNK):
       writer.write(data)

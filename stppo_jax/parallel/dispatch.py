@@ -48,8 +48,9 @@ _ROOM = 1.5
 # The number of tokens whose visits one matrix product adds up, see `_added`.
 _TILE = 256
 _LANES = 128
-# [[0], [1]], which is added to a token t to give t and t + 1. Where t and t + 1
-# would stand in the sorted tokens of the visits, the visits of t begin and end.
+# For a token t, t + _ENDS is t and t + 1. In the sorted tokens of all visits,
+# the visits of t begin at the first place of t, and end at the first place of
+# t + 1.
 _ENDS = np.arange(2)[:, None]
 
 
@@ -185,7 +186,7 @@ _in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
 def _block(
   compute: Rows, sums: _Sums, n: Array, inputs: Tree, visits: _Visits
 ) -> Array:
-  """Returns the sum over each token's visits in the n-th block, [N, D]."""
+  """Returns the weighted sum of each token's visits in block n, [N, D]."""
   x_ND, weights_NE, experts = inputs
   tokens_R, slots_R, experts_R = (
     jax.lax.dynamic_slice_in_dim(a, n * sums.rows, sums.rows)

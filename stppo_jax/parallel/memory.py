@@ -70,11 +70,11 @@ class Held(NamedTuple):
   """Counts the bytes of a run's arrays on a device, without activations.
 
   Attributes:
-    sizes: for each kind of arrays, by name, the bytes on a device that learns,
-      while the device learns.
-    collecting: for each kind of arrays, by name, the bytes on a device that
-      collects, while the device collects; {} if no device of this host
-      collects.
+    sizes: name of a kind of arrays -> the bytes of these arrays on a device
+      that learns, while the device learns.
+    collecting: name of a kind of arrays -> the bytes of these arrays on a
+      device that collects, while the device collects; {} if no device of this
+      host collects.
     gradients: the bytes of the gradients of an update.
     copied: the bytes of the keys and values that the decode program copies on a
       device that collects; 0 if a kernel reads the pages of the KV cache in

@@ -37,8 +37,9 @@ from stppo_jax.parallel import sharding
 
 Tree = Any
 # Each axis of the training mesh is split into two axes, whose sizes multiply to
-# the size of the axis. Both layouts can be written with these axes. Decoding
-# shards rows over `_ROWS` and weights over `_COLUMNS`.
+# the size of the axis. The layouts of training and of decoding can both be
+# written with these axes. Decoding shards rows over `_ROWS` and weights over
+# `_COLUMNS`.
 _ROWS = ('data_rows', 'fsdp_rows', 'expert_rows', 'tensor_rows')
 _COLUMNS = ('tensor_columns', 'data_columns', 'fsdp_columns', 'expert_columns')
 _SPLIT_AXES = (
@@ -65,7 +66,7 @@ class Placement:
       devices that learn also decode.
     host: the number of this host; None: `jax.process_index()`.
     spans_slice: whether all hosts run the same decoding programs, each with its
-      own rows. Then `mesh` has the devices of all hosts.
+      own rows. If true, `mesh` has the devices of all hosts.
     collectors: the number of hosts that only collect, if this host only
       collects; 0 if this host learns.
 

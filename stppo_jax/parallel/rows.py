@@ -42,7 +42,7 @@ def select(batch: Tree, rows: Any, mesh: jax.sharding.Mesh | None) -> Tree:
     return jax.tree.map(lambda x: x[rows], batch)
 
   def local(batch, rows_nm):
-    size = len(jax.tree.leaves(batch)[0])  # b, the rows of this device
+    size = len(jax.tree.leaves(batch)[0])  # b, the number of rows on a device
 
     def one_row(_, rows_n):
       """Returns the row that this device gets in a round.

@@ -13,9 +13,10 @@ from stppo_jax.parallel import mesh as mesh_lib
 Tree = Any
 
 _WIDTH = mesh_lib.WEIGHT_AXES
-# Rules (pattern, partition spec). To a leaf applies the first rule whose
-# pattern is found in the leaf's name, such as 'layers/q_proj/kernel'. Leaves of
-# the stacked layers have a leading axis of layers, which is not sharded.
+# Rules (pattern, partition spec). A leaf gets the partition spec of the first
+# rule whose pattern is found in the name of the leaf. A name is for example
+# 'layers/q_proj/kernel'. Leaves of the stacked layers have a leading axis of
+# layers, which is not sharded.
 RULES: tuple[tuple[str, P], ...] = (
   (r'(embedding|lm_head)$', P('tensor', _WIDTH)),
   (r'moe/router/kernel$', P(None, _WIDTH)),

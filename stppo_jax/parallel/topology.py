@@ -147,9 +147,9 @@ class VirtualDevice:
 
   @property
   def client(self) -> Any:
-    """An object that says that this process is host 0.
+    """A stand-in for jax's client, whose process index is 0.
 
-    A mesh compares this number with `process_index` to find local devices.
+    A mesh takes the devices of this process index as its local devices.
     """
     return types.SimpleNamespace(process_index=lambda: 0)
 
@@ -221,10 +221,10 @@ def devices(topology: Topology) -> list[Any]:
     options['chips_per_host_bounds'] = (1, 1, 1)
   if name in _ONE_HOST:
     options['chips_per_host_bounds'] = (2, 4, 1)
-  if name.startswith('v4:'):  # by default, a chip would be two devices
+  if name.startswith('v4:'):  # by default, a chip of v4 would be two devices
     options['chip_config_name'] = 'megacore'
   for key in [key for key in os.environ if key.startswith(_OF_A_MACHINE)]:
-    if key != 'TPU_LIBRARY_PATH':  # it says where libtpu is
+    if key != 'TPU_LIBRARY_PATH':  # the path of libtpu, which is still needed
       del os.environ[key]
   os.environ.update(_ENVIRONMENT)
   try:

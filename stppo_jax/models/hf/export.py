@@ -237,7 +237,10 @@ def _fetch(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
 
 
 def _gather(leaf: jax.Array, index: Sequence[slice]) -> np.ndarray:
-  """Returns `_fetch` of a leaf of which other processes hold some shards."""
+  """Returns the result of `_fetch` if other processes hold shards of the leaf.
+
+  All processes must call this function.
+  """
   # Only the sizes of a slice are static arguments of the program, so that
   # slices of equal size at different starts share a program.
   rest = leaf.shape[len(index) :]
@@ -269,7 +272,7 @@ def replace_dir(
     directory: the folder to replace or create.
     ours: function of a file's name. If the result is true, a file of this name
       in the old folder is removed. All other files of the old folder move into
-      the new folder, unless it has a file of the same name.
+      the new folder, unless the new folder has a file of the same name.
   """
   directory = pathlib.Path(directory).resolve()
   partial = directory.with_name(f'.{directory.name}.partial')

@@ -76,9 +76,9 @@ class Windows(NamedTuple):
     first: the index of the first layer with a window. If the file has
       `max_window_layers`, its value is used instead. 0: layers of all indices
       may have windows, and the field is not read.
-    every: the number n of which every n-th layer has no window. If the file has
-      `sliding_window_pattern`, its value is used instead. 0: there are no such
-      layers, and the field is not read.
+    every: every n-th layer has no window, where n is this number. If the file
+      has `sliding_window_pattern`, its value is used instead. 0: there are no
+      such layers, and the field is not read.
     typed: whether some layers may have a window while other layers have none.
       If false, all layers use windows, as `transformers` reads no `layer_types`
       for this family.
@@ -231,8 +231,8 @@ FAMILIES: Mapping[str, Family] = {
   ),
 }
 
-# The ends of the names of tensors that contain several leaves, as some families
-# have them, without '.weight'.
+# In some families, a tensor contains several leaves. The names of such tensors
+# end with one of these texts and '.weight'.
 SHARED = tuple(
   name.removesuffix('.weight')
   for family in FAMILIES.values()

@@ -98,8 +98,8 @@ ROPE: Mapping[str, settings.Rule] = {
   'short_factor': _NUMBERS,
   'long_factor': _NUMBERS,
   'partial_rotary_factor': _SHARE,
-  # In some files, these two contain the other fields, separately for layers
-  # without a window and for layers with a window.
+  # In some files, these two objects contain the other fields: the first object
+  # for layers without a window, and the second for layers with a window.
   'full_attention': _OBJECT,
   'sliding_attention': _OBJECT,
 }

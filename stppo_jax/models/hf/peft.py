@@ -8,7 +8,7 @@ In such files each matrix may have a rank and a scale of its own. Our layers are
 stacked, so the adapters of one kind of matrix, such as q_proj, share one scale
 and the largest of their ranks in all layers. A and B of a smaller rank are
 padded with zeros, which stay zero in training because their gradients are zero.
-If the file's scale is not the shared scale, B is multiplied by their ratio.
+B is also multiplied by the scale in the file divided by the shared scale.
 
 PEFT on `transformers` 5 keeps the experts of a layer in one parameter. Their
 adapters are then one tensor too, in which gate_proj and up_proj share A. `read`
@@ -90,7 +90,7 @@ class _Matrices(NamedTuple):
 
   @property
   def layer(self) -> str:
-    """The name of our layer, such as 'layers/q_proj'."""
+    """The name of the layer in this package, such as 'layers/q_proj'."""
     experts = 'moe/' if '.experts.' in self.name else ''
     return f'layers/{experts}{self.name.rpartition(".")[2]}'
 

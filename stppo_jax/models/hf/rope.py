@@ -32,7 +32,7 @@ def read(
     fields['partial_rotary_factor'] = rope['partial_rotary_factor']
   if family.local_rope:
     base = local.get('rope_theta')
-    # `theta` is also found if `rope_theta` is only in `rope_parameters`.
+    # `rope_theta` may be in `rope_parameters` only. `theta` has its value.
     if base is None:
       base = theta if family.local_rope == 'rope_theta' else None
     fields['local_rope_theta'] = float(base or hf[family.local_rope])

@@ -68,7 +68,7 @@ def read_headers(
 
 
 def read_index(index: pathlib.Path) -> Mapping[str, str]:
-  """Returns tensor name -> name of the file in the directory with the tensor.
+  """Returns tensor name -> name of the tensor's file in the same directory.
 
   Raises:
     ValueError: the index is not JSON, names no files, or names a file outside

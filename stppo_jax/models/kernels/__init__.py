@@ -1,1 +1,1 @@
-"""Holds attention kernels for one platform each, independent of the models."""
+"""Holds attention kernels, each for one platform; they use no other models."""

@@ -56,7 +56,7 @@ def work_specs(rows: Any) -> Work:
   Args:
     rows: the mesh axes along which rows are sharded.
   """
-  by_row: Any = P(rows)  # a partition spec in place of an array
+  by_row: Any = P(rows)  # Any, because `Work` declares arrays
   return Work(by_row, by_row)
 
 
@@ -71,7 +71,7 @@ def plan_work(
     num_pages: P. A number of P or more in the table stands for no page, and is
       replaced by the number of the last page. This is safe, because the row
       sees no key at that place.
-    window: ignored; the kernel for TPU has an argument `window` here.
+    window: ignored; the function of this name for TPU uses it.
   """
   del window
   table_BN = jnp.minimum(table_BN, num_pages - 1)
