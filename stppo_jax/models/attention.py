@@ -187,7 +187,7 @@ def _added(one: _Sums, other: _Sums) -> _Sums:
 def split_heads(q_BLNH: Array, K: int) -> Array:
   """Returns q / √H as [B, K, R, L, H], the layout that attention computes in.
 
-  Every product of this module, and the kernels, take queries in this layout.
+  The package `kernels` takes queries in this layout too.
   """
   B, L, N, H = q_BLNH.shape
   # A TPU pads the second last axis of an array to whole tiles, which would be

@@ -283,7 +283,8 @@ class ConnectedHosts(hosts_lib.Hosts):
   def _end(self, failure: hosts_lib.HostFailed) -> None:
     """Ends all waits for other hosts, because the run has failed.
 
-    If this process has not ended `grace` seconds later, `_abort` ends it.
+    If this process has not begun to end `grace` seconds later, `_abort` ends
+    the process.
     """
     with self._lock:
       if self._failure is not None:

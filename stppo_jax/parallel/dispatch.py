@@ -35,8 +35,8 @@ import numpy as np
 Array = jax.Array
 Tree = Any
 # A function of R visits that returns their results [R, D]. The arguments are
-# the visits' tokens [R, D], the visits' experts [R] (x for padding), and the
-# matrices of all experts.
+# the hidden states of the visits' tokens [R, D], the visits' experts [R] (x for
+# padding), and the matrices of the experts of this device.
 Rows = Callable[[Array, Array, Tree], Array]
 # A function that returns the product of each row with the row's matrix. The
 # arguments are rows, matrices, and the number of rows of each matrix, see

@@ -196,8 +196,8 @@ def joined(
       )
     yield hosts
     # First all hosts say that they are done. Then jax's clients leave jax's
-    # coordinator. The relays, through which jax's clients are connected, are
-    # closed last.
+    # coordinator. The relays of jax's clients, and the connections to this
+    # package's coordinator, are closed last.
     hosts.leave()
     jax.distributed.shutdown()
     hosts.close()
