@@ -234,7 +234,10 @@ def _mix(weights: Array, v_BKJH: Array) -> Array:
 
 
 def _matmul(equation: str, x: Array, y: Array, **options) -> Array:
-  """Returns x [B, K, R, L, ...] times y, with R and L merged into one axis."""
+  """Returns the einsum of x and y, with the axes R and L of x merged into one.
+
+  In the result [B, K, R, L, ...], the two axes are separate again.
+  """
   B, K, R, L, _ = x.shape
   flat = jnp.einsum(equation, x.reshape(B, K, R * L, -1), y, **options)
   return flat.reshape(B, K, R, L, -1)

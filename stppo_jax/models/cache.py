@@ -103,7 +103,10 @@ def row_shards_of_host(
 def axes(
   num_kv_heads: int, mesh: jax.sharding.Mesh
 ) -> tuple[activations.Axes, activations.Axes]:
-  """Returns the mesh axes along which rows and heads are sharded."""
+  """Returns the mesh axes of rows, and the mesh axis of heads or None.
+
+  A cache is sharded along these axes.
+  """
   rows, tensor = activations.ROWS, activations.TENSOR
   if num_kv_heads % activations.extent(mesh, tensor):
     return (*rows, tensor), None

@@ -164,7 +164,7 @@ def state_positions(loss_positions_BM: Array, length: int) -> Array:
 def _gather_before(hidden_BLD: Array, loss_positions_BM: Array | None) -> Array:
   """Returns the state at l - 1 for each loss position l [B, M, D].
 
-  The state is 0 for filler.
+  The state is 0 for filler, which is a loss position outside 1..L - 1.
   """
   if loss_positions_BM is None:
     return hidden_BLD[:, :-1]
@@ -175,7 +175,7 @@ def _gather_before(hidden_BLD: Array, loss_positions_BM: Array | None) -> Array:
 def _gather_tokens(tokens_BL: Array, loss_positions_BM: Array | None) -> Array:
   """Returns the tokens at the loss positions [B, M].
 
-  For filler, the token is arbitrary.
+  For filler, which is a loss position outside 1..L - 1, the token is arbitrary.
   """
   if loss_positions_BM is None:
     return tokens_BL[:, 1:]

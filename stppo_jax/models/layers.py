@@ -90,7 +90,7 @@ class RMSNorm(nnx.Module):
   """Computes x / rms(x) · (offset + scale), with rms(x) in float32."""
 
   def __init__(self, size: int, *, eps: float, offset: float = 0.0):
-    # The dtype is explicit, because a scale of a weak type would make JAX
+    # Without an explicit dtype, the scale would be weakly typed, and JAX would
     # compile the program twice.
     self.scale = nnx.Param(jnp.full((size,), 1.0 - offset, jnp.float32))
     self.eps = eps

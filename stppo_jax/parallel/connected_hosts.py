@@ -356,5 +356,5 @@ class ConnectedHosts(hosts_lib.Hosts):
     self._loop.call_soon_threadsafe(coordinator_lib.send, self._writer, message)
 
   def _call(self, coroutine: Coroutine) -> Any:
-    """Runs a coroutine on the loop, and waits for its result."""
+    """Runs a coroutine on the event loop, and waits for its result."""
     return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

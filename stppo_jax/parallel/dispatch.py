@@ -132,7 +132,13 @@ def exchanged(
 
 
 def _own(ids_NE: Array, held: int, rows: int) -> _Visits:
-  """Returns the visits to experts 0 to held - 1, padded to whole blocks."""
+  """Returns the visits to this device's experts, padded to whole blocks.
+
+  Args:
+    ids_NE: the experts that tokens visit; this device has 0 to held - 1.
+    held: the number of experts of this device.
+    rows: the number of visits of a block.
+  """
   N, E = ids_NE.shape
   ids_U = ids_NE.reshape(-1)
   own_U = (ids_U >= 0) & (ids_U < held)

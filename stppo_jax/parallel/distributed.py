@@ -114,7 +114,8 @@ def detect() -> Place | None:
   of a job.
   """
   with warnings.catch_warnings():
-    # In every pod of Kubernetes, jax warns that a package is missing.
+    # In every pod of Kubernetes, jax warns that a package is missing. This
+    # warning is hidden.
     warnings.simplefilter('ignore')
     coordinator, count, process_id, devices = (
       clusters.ClusterEnv.auto_detect_unset_distributed_params(

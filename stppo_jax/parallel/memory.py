@@ -55,7 +55,8 @@ def max_memory() -> dict[str, float]:
 
   `perf/max_memory_host_gb` is the resident memory of this process.
   `perf/max_memory_allocated_gb` is the memory of arrays and programs on the
-  fullest of its devices; it is absent if the devices do not report it (CPU).
+  fullest device of this process. This metric is absent if the devices do not
+  report their memory, as on CPUs.
   """
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   # macOS counts bytes here, and other systems KiB.

@@ -118,7 +118,7 @@ def make_learning_mesh(
   Raises:
     ValueError: the axes do not fit the devices.
   """
-  del collectors  # jax does not see the devices of these hosts
+  del collectors  # jax sees no devices of hosts that only collect
   learning, collecting = divide(devices or jax.devices(), collect_fraction)
   try:
     return make_mesh(

@@ -69,7 +69,7 @@ class Address(NamedTuple):
 
 
 class Server:
-  """Serves the log and the box of one host.
+  """Serves the log and the box of one host, as the module describes.
 
   Args:
     host: the name or address at which other hosts reach this host.

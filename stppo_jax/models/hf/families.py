@@ -141,7 +141,7 @@ _OLMO = Family(
   names=_OLMO_NAMES,
 )
 
-# Keyed by the `model_type` of Hugging Face.
+# `model_type` of Hugging Face -> the family of these models.
 FAMILIES: Mapping[str, Family] = {
   'qwen2': Family(
     'Qwen2ForCausalLM',
