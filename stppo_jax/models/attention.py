@@ -174,7 +174,7 @@ def attend_to_slices(
 
 
 def _added(one: _Sums, other: _Sums) -> _Sums:
-  """Returns the partial results of attention over the keys of both arguments.
+  """Returns float32 partial results over the keys of both arguments.
 
   `one` and `other` are the partial results over disjoint sets of keys.
   """
@@ -224,7 +224,7 @@ def _weights(
 
 
 def _per_key(x_BKJ1: Array) -> Array:
-  """Returns one scale per key, in a shape that broadcasts to the logits."""
+  """Returns scales [B, K, 1, 1, J], which broadcast to logits and weights."""
   return x_BKJ1[:, :, None, None, :, 0]
 
 

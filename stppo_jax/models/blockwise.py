@@ -296,12 +296,12 @@ def _cast_like(gradients: Sequence[Array], inputs: Sequence[Array]) -> tuple:
 
 
 def _sum_pairs(add_pair, sums, q_BKRLH, ids_BL, tile, window) -> tuple:
-  """Returns the sums after `add_pair` has added every pair of tiles.
+  """Returns the sums after `add_pair` has added pairs of tiles to them.
 
-  A tile of queries is paired with a range of tiles of keys. The range starts at
-  the first tile in which the first query sees a key, and ends at the tile with
-  the index of the tile of queries. Pairs without a common sequence are skipped.
-  `add_pair` is a function of (sums so far, indices of both tiles).
+  Tile i of queries is paired with the tiles of keys from the first tile in
+  which the first query sees a key up to tile i. Pairs of tiles that share no
+  sequence in any row are skipped. `add_pair` takes the sums so far and the
+  indices of both tiles, and returns the new sums.
   """
   size = q_BKRLH.shape[_TOKENS]
   queries, keys = (x.astype(np.int32) for x in np.tril_indices(size // tile))

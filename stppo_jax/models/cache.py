@@ -13,8 +13,8 @@ and page numbers and P count the pages of one device.
 A program reads only the first pages of each row, as many as the longest row has
 begun. So the cost of a token grows with the current length of the rows, not
 with the largest possible length. The number of pages that are read changes no
-bit of the result, see `attention.attend_to_slices`. The kernels for TPU and GPU
-read of each row only the pages that the row has begun, see the package
+bit of the result, see `attention.attend_to_slices`. For each row, the kernels
+for TPU and GPU read only pages that the row has begun, see the package
 `kernels`.
 
 New keys and values are first kept beside the pages, in `Recent`, until `store`

@@ -181,7 +181,7 @@ def read(
       `Copied`.
     once: whether only one call of `extend` reads the result. If so, each page
       is copied inside this call, just before attention reads the page. If not,
-      `read` copies all pages, before the loop that calls `extend`.
+      `read` copies the pages, before the loop that calls `extend`.
     mesh: mesh that the cache is laid out on; None: one device.
   """
   num_pages, _, size, _ = cache[0][0].shape

@@ -116,7 +116,7 @@ class VocabularyShard(NamedTuple):
 
     Returns:
       The gradient of the hidden states [C, D], in the dtype of the hidden
-      states, summed over all vocabulary entries. And the float32 gradient of
+      states, summed over all vocabulary entries; and the float32 gradient of
       this device's shard of the matrix [W, D], summed over the tokens of the
       chunk.
     """
@@ -255,7 +255,7 @@ class _Layout(NamedTuple):
 
   @classmethod
   def of(cls, mesh, matrices, inputs) -> '_Layout':
-    """Returns the layout on a mesh of output matrices and of per-token inputs.
+    """Returns the layout of output matrices and per-token inputs on a mesh.
 
     See `forward` for `matrices` and `inputs`.
     """

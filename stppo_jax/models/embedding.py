@@ -148,7 +148,7 @@ def _spread(local, mesh, in_specs, out_specs):
 
 
 def _all_rows(tokens_bL: Array) -> Array:
-  """Returns the token ids that all devices along `fsdp` hold, row by row."""
+  """Returns the token ids of the rows that all devices along `fsdp` hold."""
   return jax.lax.all_gather(tokens_bL, _WIDTH, axis=0, tiled=True)
 
 

@@ -155,10 +155,10 @@ class Model:
 
   @property
   def plain_policy(self) -> 'Model':
-    """This model without adapters and without a value head.
+    """The policy with this model's config, without adapters and value head.
 
     Its parameters are the result of `merge_adapters`, or the weights of a base
-    model.
+    model. The weights of a value model may start from such a base model.
     """
     return dataclasses.replace(self, head='vocabulary', lora=None)
 

@@ -144,8 +144,9 @@ def _adapt(
     module: the module, which is changed in place.
     adapters: name of a linear layer in the module -> the adapter of the layer.
     lora: the options of adapters, which give the scales.
-    inside: the prefix of the module's name. `lora` needs the names that linear
-      layers have in a whole model: this prefix, then the name in the module.
+    inside: the path of the module in a whole model, ending with '/'; '' for a
+      whole model. `lora` needs the name of a linear layer in a whole model,
+      which is this path followed by the name of the layer in the module.
   """
   linear = _linear_layers(module)
   for name, pair in adapters.items():
@@ -225,7 +226,7 @@ def cast_and_delete(params: Any, dtype: str) -> Any:
     if _stays_float32(path) or leaf.dtype == jnp.dtype(dtype):
       return leaf
     smaller = jax.device_put(leaf.astype(jnp.dtype(dtype)), leaf.sharding)
-    smaller.block_until_ready()  # before this, the cast may read the old array
+    smaller.block_until_ready()  # the cast may still read the old array
     leaf.delete()
     return smaller
 

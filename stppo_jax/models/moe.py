@@ -115,7 +115,7 @@ class MixtureOfExperts(nnx.Module):
     return y_BLD, _routing(ids_BLE, probs_BLX, counted_BSL)
 
   def _probabilities(self, x_BLD: Array) -> Array:
-    """Returns p [B, L, X], in full float32 so that rounding changes no rank."""
+    """Returns p [B, L, X] in full float32: rounding could change ranks."""
     logits_BLX = jnp.einsum(
       'bld,dx->blx',
       x_BLD.astype(jnp.float32),
@@ -209,8 +209,8 @@ def grouped(
     x_BLD, ids_BLE, weights_BLE: hidden states, visited experts, and w.
     kernels: the results of `layers.Experts.matrices` of gate, up and down.
     mesh: see `MixtureOfExperts`.
-    product: multiplies visits, sorted by expert, with the experts' matrices, by
-      a kernel. None: `ragged_dot` on TPU, and `jax.lax.ragged_dot` elsewhere.
+    product: function that multiplies sorted visits with the matrices of their
+      experts by a kernel. None: `ragged_dot` on TPU, else `jax.lax.ragged_dot`.
   """
   if product is None and mesh_lib.platform(mesh) == 'tpu':
     product = ragged_dot

@@ -72,10 +72,10 @@ def _linear(
 def _dynamic(
   plain: Array, scaling: model_config.RopeScaling, theta: float
 ) -> Array:
-  """Returns the frequencies of a larger theta.
+  """Returns the frequencies of a theta that suits the longest text of the run.
 
-  If the longest text of the run exceeds the original length, theta grows with
-  the length of this text.
+  If this text exceeds the original length, theta grows with the length of the
+  text. Otherwise theta does not change.
   """
   half, original = len(plain), scaling.original_max_position_embeddings
   excess = max(scaling.length, original) / original - 1

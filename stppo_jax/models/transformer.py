@@ -117,7 +117,7 @@ class DecoderLayer(nnx.Module):
     if c.qk_norm and not c.qk_norm_whole:
       q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
     q_BLNH, k_BLKH = (rotary.rotate(x, rotation) for x in (q_BLNH, k_BLKH))
-    if c.query_pre_attn_scalar:  # undoes the √H by which `attend` divides
+    if c.query_pre_attn_scalar:  # replaces the √H by which `attend` divides
       q_BLNH = q_BLNH * (H / c.query_pre_attn_scalar) ** 0.5
     v_BLKH = split_heads(self.v_proj(y_BLD))
     mixed = attend(q_BLNH, k_BLKH, v_BLKH).reshape(B, L, -1)
@@ -142,7 +142,7 @@ class DecoderLayer(nnx.Module):
       gated, self.mesh, activations.ROWS, None, activations.TENSOR
     )
     # Without the barrier, the compiler for TPU fuses the up projection into the
-    # down projection, and itself estimates that both then cost a third more.
+    # down projection. By its own estimate, both then cost a third more.
     if mesh_lib.platform(self.mesh) == 'tpu':
       gated = jax.lax.optimization_barrier(gated)
     return self.down_proj(gated)
@@ -211,8 +211,8 @@ class Transformer(nnx.Module):
       lengths_B: the number of tokens of each row without padding. The lengths
         save work on padding, whose states mean nothing and are read by nothing.
         They also leave padding out of the sums of the routing.
-      segments: the sequences in each row, for each of which the routing has
-        separate sums [B, S, X]; None: each row is one sequence.
+      segments: the sequences in each row, with separate sums of the routing for
+        each sequence, [B, S, X]; None: each row is one sequence.
       expert_ids: int [B, L, layers, E], the experts to visit in each layer with
         experts; None: the routers choose. See `moe.MixtureOfExperts`.
       places_BM: positions of the states that the caller wants, see
@@ -383,7 +383,7 @@ POLICIES: Mapping[str, Callable[..., Any]] = {
 def rematerialised(
   layer: Callable[..., Any], name: str, *, unrolled: bool
 ) -> Callable[..., Any]:
-  """Returns the layer, which now saves only some results for the backward pass.
+  """Returns the layer, made to save only the results that a policy selects.
 
   Args:
     layer: function of one iteration of the scan over layers.

@@ -28,7 +28,7 @@ def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
   """Returns x with a sharding constraint, which the gradient of x has too.
 
   A dimension is replicated if the number of devices along its mesh axes does
-  not divide its size, such as a batch of one row on several devices.
+  not divide its size, for example in a batch of one row on several devices.
 
   Args:
     x: an activation.

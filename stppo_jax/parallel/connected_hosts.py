@@ -222,9 +222,10 @@ class ConnectedHosts(hosts_lib.Hosts):
       self._end(hosts_lib.HostFailed(f'{self._coordinator} is gone: {why}'))
 
   async def _watch(self) -> None:
-    """Prints when the coordinator is silent, and in the end fails the run.
+    """Prints lines while the coordinator sends no message.
 
-    The run fails after `patience` seconds without an answer.
+    If the coordinator stays silent for `patience` seconds, all waits of this
+    host end with `HostFailed`, see `_end`.
     """
     said = coordinator_lib.FIRST_WAIT
     while self._failure is None and not self._ending:

@@ -111,7 +111,7 @@ class Coordinator:
     jax_port: the port of jax's coordinator on this machine.
     start_timeout: seconds to wait until all processes are connected.
     patience: the most seconds that the first process of an exchange waits for
-      the last, and the most seconds that a process needs to answer.
+      the last, and the most seconds that a process may take to answer.
   """
 
   address: str

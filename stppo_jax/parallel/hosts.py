@@ -110,7 +110,7 @@ class Hosts:
     return [value]
 
   def gather(self, what: str, value: Any) -> list[Any] | None:
-    """Returns the values of all hosts on the first host, else None.
+    """Returns the values of all hosts on the first host, and None elsewhere.
 
     Args:
       what, value: see `exchange`.

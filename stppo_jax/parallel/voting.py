@@ -42,8 +42,9 @@ def voted(
 
   Raises:
     Interrupted: raised on all hosts if one of them got a signal.
-    HostFailed: if one host had an error, raised on all other hosts. Also raised
-      on this host if `patience` ends before the other hosts have voted.
+    HostFailed: raised on all other hosts if one host had an error. Also raised
+      on a host that was interrupted or has failed, if the other hosts do not
+      vote within `patience`.
   """
   if hosts.is_alone:
     with interrupt.interruptible():
@@ -114,8 +115,8 @@ def collective_section(
       yield
     return
   yield
-  # There is no time limit: even after a signal, a host that votes early must
-  # wait until the other hosts have finished the section.
+  # `PATIENCE` would be too short: even after a signal, a host that votes early
+  # must wait until the other hosts have finished the section.
   with interruptible(patience=None):
     pass
 

@@ -30,7 +30,7 @@ def read(
   fields_lib.check('', hf, {'model_type': fields_lib.TEXT})
   family = families.find(hf.get('model_type'))
   # A null in the file replaces the family's default. The field is then read
-  # like a missing field without a default.
+  # as if the file lacked it and the family had no default for it.
   hf = {**family.defaults, **hf}
   hf = {name: value for name, value in hf.items() if value is not None}
   fields_lib.check('', hf, fields_lib.FIELDS)

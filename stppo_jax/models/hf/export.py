@@ -237,9 +237,9 @@ def _fetch(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
 
 
 def _gather(leaf: jax.Array, index: Sequence[slice]) -> np.ndarray:
-  """Returns the result of `_fetch` if other processes hold shards of the leaf.
+  """Returns a slice of a leaf whose shards several processes hold.
 
-  All processes must call this function.
+  See `_fetch`. All processes must call this function.
   """
   # Only the sizes of a slice are static arguments of the program, so that
   # slices of equal size at different starts share a program.

@@ -75,13 +75,13 @@ class Windows(NamedTuple):
       there is no such field.
     first: the index of the first layer with a window. If the file has
       `max_window_layers`, its value is used instead. 0: layers of all indices
-      may have windows, and the field is not read.
+      may have windows, and `max_window_layers` is not read.
     every: every n-th layer has no window, where n is this number. If the file
       has `sliding_window_pattern`, its value is used instead. 0: there are no
-      such layers, and the field is not read.
+      such layers, and `sliding_window_pattern` is not read.
     typed: whether some layers may have a window while other layers have none.
-      If false, all layers use windows, as `transformers` reads no `layer_types`
-      for this family.
+      If false, either all layers have a window or no layer has, because
+      `transformers` does not read `layer_types` for this family.
   """
 
   switch: str = ''

@@ -47,7 +47,7 @@ class _Source(NamedTuple):
   """Locates the values of a part of a leaf.
 
   Attributes:
-    entry: the tensor, and the place of the part in the parameter tree.
+    entry: the tensor's name, and the part's place in the parameter tree.
     tensor: the tensor in its file.
     row: the first row of the tensor that belongs to the part.
   """
@@ -142,7 +142,7 @@ def check_weights(
 
 
 def _compare_head(directory: str | pathlib.Path) -> None:
-  """Logs a warning if the files have an output head unlike the embedding."""
+  """Logs a warning if an unused output head differs from the embedding."""
   tensors = weight_files.read_headers(directory)
   embedding, head = tensors[_EMBEDDING], tensors.get(_HEAD)
   if head is None:
@@ -302,7 +302,7 @@ def _slices(shape: tuple[int, ...], num_axes: int) -> Iterator[_Index]:
   """
   rows = [4 * math.prod(shape[axis + 1 :]) for axis in range(num_axes)]
   # The leaf is cut along the first axis for which the values at one index have
-  # at most SLICE_BYTES, or along the last axis that may be cut.
+  # at most SLICE_BYTES, or else along the last axis that may be cut.
   small = (
     axis for axis, size in enumerate(rows) if size <= weight_files.SLICE_BYTES
   )

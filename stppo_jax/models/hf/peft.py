@@ -249,7 +249,7 @@ def write(
 def _places(
   config: model_config.ModelConfig,
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-  """Yields (name in files, leaf's path, index in the leaf) of each matrix."""
+  """Yields (name in files, layer in the tree, index in leaves) per matrix."""
   for entry in families.entries(config):
     *layer, leaf = entry.path
     name = entry.hf_name.removesuffix('.weight')
@@ -396,5 +396,5 @@ def _rank_and_scale(content: Mapping[str, Any], name: str) -> tuple[int, float]:
 
 
 def _matching(pattern: str) -> str:
-  """Returns a regular expression for dotted names with this pattern as end."""
+  """Returns a regular expression for dotted names that end with the pattern."""
   return rf'(.*\.)?({pattern})$'

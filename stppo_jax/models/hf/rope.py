@@ -43,7 +43,7 @@ def read(
         'supported: default'
       )
   kind = rope.get('rope_type') or rope.get('type') or 'default'
-  kind = 'longrope' if kind == 'su' else kind  # the former name of longrope
+  kind = 'longrope' if kind == 'su' else kind  # 'su' is the old name
   if kind != 'default':
     if kind == 'yarn' and theta == 1:
       raise ValueError(f'rope_theta={theta}: must not be 1 with yarn')
@@ -57,10 +57,14 @@ def _scaling(
   """Returns the scaling of rotary positions that a file describes.
 
   Args:
-    kind: the kind of scaling, a key of `model_config.ROPE_FIELDS`.
+    kind: the kind of scaling in the file.
     rope: the file's fields in `rope_parameters` or `rope_scaling`.
-    hf: the other fields of the file.
+    hf: the contents of the file.
     longest: the longest text of the run in tokens.
+
+  Raises:
+    ValueError: `kind` is no key of `model_config.ROPE_FIELDS`, or a field is
+      missing or has a value that is not allowed.
   """
   if kind not in model_config.ROPE_FIELDS:
     raise ValueError(
@@ -108,7 +112,7 @@ def _scaling(
 
 
 def _attention_factor(kind: str, rope: Mapping[str, Any]) -> float:
-  """Returns the `attention_factor` of a file without this field."""
+  """Returns the `attention_factor` that a file without this field implies."""
   factor = max(fields_lib.needed(rope, 'factor'), 1.0)
   if kind == 'longrope':
     original = rope['original_max_position_embeddings']
@@ -126,11 +130,14 @@ def _attention_factor(kind: str, rope: Mapping[str, Any]) -> float:
 def _rope_fields(
   hf: Mapping[str, Any], family: families.Family
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-  """Returns the rotary fields of layers without, and of layers with a window.
+  """Returns the rotary fields for two kinds of layers.
+
+  The first mapping is for layers without a window, and the second mapping is
+  for layers with a window. If a file has no separate fields for layers with a
+  window, the second mapping is empty.
 
   Files have the fields in `rope_parameters` or in `rope_scaling`. If a field is
-  in both, `rope_scaling` counts, as in `transformers`. If a file has no
-  separate fields for layers with a window, the second mapping is empty.
+  in both, `rope_scaling` counts, as in `transformers`.
 
   Raises:
     ValueError: one of the fields has a value that is not allowed.
@@ -161,8 +168,8 @@ def write(
   if scaling := config.rope_scaling:
     fields = ('rope_type', *model_config.ROPE_FIELDS[scaling.rope_type])
     hf['rope_scaling'] = {name: getattr(scaling, name) for name in fields}
-    # The field is inside of `rope_scaling` already. If a file has the field
-    # outside too, `transformers` reads the value outside.
+    # `original_max_position_embeddings` is in `rope_scaling` already. But if a
+    # file has this field outside too, `transformers` reads the value outside.
     if 'original_max_position_embeddings' in fields:
       original = scaling.original_max_position_embeddings
       hf['original_max_position_embeddings'] = original

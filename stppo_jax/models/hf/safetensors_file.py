@@ -26,7 +26,7 @@ DTYPES: Mapping[str, np.dtype] = {
   'BF16': np.dtype(ml_dtypes.bfloat16),
   'F16': np.dtype(np.float16),
 }
-_ALIGNMENT = 8  # the offset of the first tensor in a file is a multiple of this
+_ALIGNMENT = 8  # bytes; the first tensor begins at a multiple of this number
 
 
 class Tensor(NamedTuple):

@@ -1,1 +1,1 @@
-"""Holds attention kernels, each for one platform; they use no other models."""
+"""Holds attention kernels, each for one platform, independent of the models."""

@@ -71,7 +71,7 @@ def plan_work(
     num_pages: P. A number of P or more in the table stands for no page, and is
       replaced by the number of the last page. This is safe, because the row
       sees no key at that place.
-    window: ignored; the function of this name for TPU uses it.
+    window: ignored; `plan_work` of `live_pages_tpu` uses it.
   """
   del window
   table_BN = jnp.minimum(table_BN, num_pages - 1)
@@ -92,7 +92,7 @@ def attend(
 ) -> Array:
   """Returns attention to the cached tokens and the own tokens of each row.
 
-  With length the row's number of cached tokens, query c is at the position
+  If a row has `length` cached tokens, query c of the row is at the position
   length + first + c. This query sees the cached tokens and the own tokens
   0..first + c.
 
@@ -221,7 +221,7 @@ def _kernel(
     jnp.full(tile, MASKED, jnp.float32),
   )
   begin = 0
-  if window is not None:  # starts at the first key that a query may see
+  if window is not None:  # skips keys before the windows of all queries
     begin = jnp.maximum(length + first_ref[0] + 1 - window, 0) // size
   carry = jax.lax.fori_loop(begin, pl.cdiv(length, size), add_cached, carry)
   seen = jnp.minimum(jnp.max(query) + 1, T)

@@ -133,7 +133,7 @@ def attend(
 ) -> Array:
   """Returns attention to the cached tokens and the own tokens of each row.
 
-  With length the row's number of cached tokens, query c is at the position
+  If a row has `length` cached tokens, query c of the row is at the position
   length + first + c. This query sees the cached tokens and the own tokens
   0..first + c.
 
