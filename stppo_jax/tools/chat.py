@@ -1,4 +1,4 @@
-"""Answers the questions of a person with a policy that can search."""
+"""Answers questions that a person types, with a policy that can search."""
 
 from collections.abc import Iterator
 import logging
@@ -40,8 +40,8 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
   """
   config, run = evaluation.of_checkpoint(config, checkpoint)
   config = config.copy_and_resolve_references()
-  # Nothing is trained here, so all devices collect. Each device has one slot,
-  # although questions come one at a time and fill only one of these slots.
+  # Nothing is trained here, so all devices collect. Each of these devices needs
+  # a slot, although one question at a time fills only one slot.
   config.mesh.collect_fraction = 0.0
   config.rollout.slots = jax.local_device_count()
   config.rollout.lanes = 1
@@ -50,7 +50,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
   with evaluation.opened(config, run, components) as (services, step, params):
     collector = evaluation.build_collector(config, services, components, params)
     after = f', step {step}' if run else ''
-    _log.info(f'{checkpoint}{after}; one question a line, Ctrl-D ends')
+    _log.info(f'{checkpoint}{after}; a question is one line; Ctrl-D ends')
     _log.info(f'for example: {streams.escape(example.text)}')
     # Greedy decoding draws no random numbers, so all questions share a key.
     keys = keys_lib.row_keys(jax.random.key(config.seed), 0, 1)
@@ -73,7 +73,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
 
 
 def _lines(stream: TextIO) -> Iterator[str]:
-  """Yields the lines that are not empty; on a terminal, asks for each line."""
+  """Yields the lines that are not empty; prints '? ' for each on a terminal."""
   while True:
     if stream.isatty():
       print('? ', end='', flush=True)

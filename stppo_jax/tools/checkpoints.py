@@ -1,7 +1,7 @@
-"""Lists the checkpoints of a run, verifies them all, or exports the policy.
+"""Lists or verifies the checkpoints of a run, or exports its policy.
 
-Functions import jax when they need it, so that a wrong flag is refused without
-waiting for this import.
+The functions that need jax import it themselves, so a wrong flag is refused
+without waiting for this import.
 """
 
 from collections.abc import Callable
@@ -67,8 +67,8 @@ def _row(saved: saved_steps.SavedStep) -> tuple[str, ...]:
 def verify(workdir: pathlib.Path, place: str) -> int:
   """Reads all checkpoints of a run and prints which of them are intact.
 
-  Returns the exit code, which is 3 if a checkpoint is damaged. For the
-  arguments see `show`.
+  Returns the exit code, which is 3 if a checkpoint is damaged and otherwise 0.
+  For the arguments see `show`.
   """
   _check(workdir, place)
   import jax
@@ -86,7 +86,7 @@ def verify(workdir: pathlib.Path, place: str) -> int:
   for saved in checked:
     problems = verification.problems(saved.path, saved.step, run)
     if problems and not saved.path.exists():
-      continue  # the run has removed it in the meantime
+      continue  # the run has removed this checkpoint in the meantime
     for problem in problems:
       print(f'WRONG  step {saved.step}: {problem}', flush=True)
       exit_code = exits.DAMAGED
@@ -108,13 +108,13 @@ def export(
   adapters: bool = False,
   also: Callable[[Any], None] = lambda policy: None,
 ) -> int:
-  """Writes the policy of a checkpoint and prints its step.
+  """Writes the policy of a checkpoint and prints the checkpoint's step.
 
   Only the policy's weights are read from the checkpoint. They are sharded over
   the largest number of devices that divides the model width, whatever the mesh
-  of the run was. The model's directory gives the shape and the tokenizer and,
-  if adapters were trained, the base weights. Nothing in `workdir` is changed,
-  so the run may still be training.
+  of the run was. `config.model` says where the shape and the tokenizer come
+  from and, if adapters were trained, the frozen weights under them. Nothing in
+  `workdir` is changed, so the run may still be training.
 
   Args:
     config: the config of the run.
@@ -140,7 +140,7 @@ def export(
   from stppo_jax.training import model_files
 
   out = pathlib.Path(out)
-  # Checked first, because reading the policy of a large model takes minutes.
+  # `out` is checked first, because reading a large policy takes minutes.
   if problem := atomic_files.refusal(out.resolve().parent):
     raise exits.Misconfigured(f'--out={out}: {problem}')
   policy = checkpoint_state.read_policy(config, workdir, step=step)

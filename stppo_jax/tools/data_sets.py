@@ -25,7 +25,8 @@ def build(
   Args:
     root: the folder of the data sets.
     name: the name of the data set.
-    from_files: the original files, see `building.build`; '' to fetch them.
+    from_files: where the original files are on this machine, see
+      `building.build`; '' to fetch the files.
     mirror: the address from which the original files are fetched; '' for the
       addresses of their authors.
     force: whether to build the data set again if it exists.
@@ -42,7 +43,7 @@ def build(
 
 
 def show_all(root: pathlib.Path | None) -> None:
-  """Prints the data sets that can be built, and the data sets in a folder."""
+  """Prints which data sets can be built, and which exist in `root`."""
   there = layout.names(root) if root else []
   for name in dict.fromkeys([*catalogue.PUBLISHED, *there]):
     if name in catalogue.PUBLISHED:
@@ -91,7 +92,8 @@ def demonstrate(config: Any, *, count: int) -> None:
     count: the number of demonstrations that are printed.
 
   Raises:
-    ValueError: the questions have no demonstrations; the message is one line.
+    ValueError: the questions or the environment have no demonstrations; the
+      message is one line.
   """
   questions = kinds.KINDS[config.data.name].load(config.data, seed=config.seed)
   kind = environments.find(config.env.name)
@@ -101,8 +103,9 @@ def demonstrate(config: Any, *, count: int) -> None:
   teacher = kinds.demonstrations_of(config, questions, environment)
   size = config.sft.batch_size
   for number in range(count):
-    # The batches have the size that `sft` uses. A noisy demonstrator draws its
-    # errors batch by batch, so another size would show other turns.
+    # The batches have the size that `sft` uses. If demonstrations have random
+    # errors, these are drawn for each batch. So with another size, the printed
+    # turns would not be the turns that `sft` imitates.
     step, row = divmod(number, size)
     if not row:
       batch = teacher.batch(step, size)
@@ -130,7 +133,7 @@ def _questions(
 
 
 def _page(number: int, question: types.Question) -> str:
-  """Returns a question as text."""
+  """Returns a question with its number, options and answers as text."""
   lines = [f'[{number}] {question.data_set} {question.id}', question.text]
   lines += [f'  {key}. {text}' for key, text in question.options.items()]
   lines.append('= ' + ' | '.join(question.golden_answers))

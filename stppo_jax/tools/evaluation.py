@@ -1,6 +1,6 @@
 """Evaluates a run, or any Hugging Face directory, on sets of questions.
 
-    OUT/evaluation.json    the checkpoint, the samples and the settings
+    OUT/evaluation.json    the checkpoint, the number of samples, the settings
        /dialogues.jsonl    a record of each dialogue, appended in batches
        /answers.jsonl      the answer and the scores of each dialogue
        /results.json       the statistics of each data set
@@ -49,7 +49,8 @@ from stppo_jax.workdir import run_folder
 from stppo_jax.workdir import run_record
 
 _log = logging.getLogger(__name__)
-# The number of dialogues for each slot of the engine between two writes.
+# The number of dialogues in a batch for each slot of the engine. The records of
+# a batch are written together.
 _BATCHES = 4
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _ANSWER_FIELDS = (
@@ -62,8 +63,9 @@ class _Folder:
 
   Args:
     path: the folder.
-    identity: the content of evaluation.json: the checkpoint, its weights, and
-      the settings that the dialogues depend on.
+    identity: the content of evaluation.json, which tells this evaluation from
+      others: the checkpoint, the fingerprints of its weights, and the settings
+      that the dialogues depend on.
   """
 
   def __init__(self, path: pathlib.Path, identity: Mapping[str, Any]):
@@ -74,8 +76,8 @@ class _Folder:
     """Locks the folder, and checks that it is the folder of this evaluation.
 
     Raises:
-      Misconfigured: the folder has dialogues of another evaluation, and it
-        stays unchanged.
+      Misconfigured: the folder belongs to another evaluation. Its files stay
+        unchanged.
       Locked: another process writes to the folder.
     """
     with lock.held(self._path):
@@ -126,7 +128,7 @@ class _Folder:
     atomic_files.append(path, ''.join(lines).encode())
 
   def write(self, name: str, text: str) -> None:
-    """Writes a file of the folder, and replaces an earlier version."""
+    """Writes a file in the folder, in place of an earlier file of this name."""
     atomic_files.replace(self._path / name, text.encode())
 
 
@@ -200,9 +202,9 @@ def of_checkpoint(
 ) -> tuple[Any, pathlib.Path | None]:
   """Returns the config of a checkpoint, and the folder of its run.
 
-  If the run makes the weights that it starts from, the config names them as its
-  model. For a Hugging Face directory, the config is unchanged and the folder is
-  None.
+  Some runs make the weights that they start from. In the returned config of
+  such a run, `model.path` is the directory of these weights. For a Hugging Face
+  directory, the config is returned unchanged and the folder is None.
 
   Args:
     config: the config that the run recorded; a default config for a Hugging
@@ -210,8 +212,9 @@ def of_checkpoint(
     checkpoint: the folder of a run of `train`, or a Hugging Face directory.
 
   Raises:
-    Misconfigured: the run has not made the weights that it starts from.
-    CheckpointsMissing: the run has saved checkpoints, but none is there.
+    Misconfigured: the run makes the weights that it starts from, and has not
+      made them yet.
+    CheckpointsMissing: the run has saved checkpoints, but its folder has none.
   """
   if run_folder.command_of(checkpoint) != 'train':
     return config, None
@@ -223,12 +226,13 @@ def of_checkpoint(
 def opened(
   config, run: pathlib.Path | None, components: components_lib.Components
 ) -> Iterator[tuple[steps.Services, int, functional.Params]]:
-  """Starts the services that dialogues need, and reads a policy's weights.
+  """Starts the services that dialogues need, and reads the policy's weights.
 
   Yields:
     The services, the number of training steps that are done, and the weights.
-    The weights come from the newest checkpoint or, if there is none, from the
-    model that the config names.
+    The weights come from the newest checkpoint of the run. If there is no run
+    or no checkpoint, the weights come from the model that the config names, and
+    the number of steps is 0.
   """
   with (
     streams.logged(streams.show_beside),
@@ -246,7 +250,7 @@ def build_collector(
   components: components_lib.Components,
   params: functional.Params,
 ) -> collect.Collector:
-  """Returns a collector of dialogues that samples with the given weights."""
+  """Returns a collector whose engine has the given weights of the policy."""
   tokenizer, policy = components.tokenizer, components.learner.policy
   engine = engines.build(
     components.config, services, tokenizer, policy, components.placement
@@ -258,7 +262,7 @@ def build_collector(
 def _load_weights(
   config, run: pathlib.Path | None, learner: learner_lib.Learner
 ) -> tuple[int, functional.Params]:
-  """Returns the number of steps that are done, and weights; see `opened`."""
+  """Returns the number of steps that are done and the weights, see `opened`."""
   load = functools.partial(
     weights_lib.load_merged, config, config.model.path, learner.models.policy
   )
@@ -280,12 +284,13 @@ def _collect_all(
   samples: int,
   folder: _Folder,
 ) -> list[dict[str, Any]]:
-  """Returns a record of each dialogue that the infrastructure did not fail.
+  """Returns the records of all dialogues, without dialogues that failed.
 
-  Dialogues that have no record in the folder yet are collected and appended.
+  Dialogues without a record in the folder are collected, and their records are
+  appended there. A dialogue that the infrastructure failed gets no record.
   """
-  # A dialogue is identified by its question and the number of its sample. So a
-  # command that was interrupted finds the dialogues that are still missing.
+  # A dialogue is identified by its question and the number of its sample. So
+  # the dialogues that an interrupted command has left out can be found.
   rows = [
     (question, sample)
     for question in questions
@@ -301,8 +306,8 @@ def _collect_all(
   if not left:
     return records
   collector = build_collector(config, services, components, params)
-  # The random key of a row depends on the number of the row alone, so an
-  # interruption does not change the key.
+  # The random key of a dialogue depends only on the dialogue's number in
+  # `rows`, so an interruption does not change the key.
   key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
   row_keys = keys_lib.row_keys(key, 0, len(rows))
   record = functools.partial(record_of, config, services, components.tokenizer)
@@ -337,7 +342,7 @@ def record_of(
   trajectory: types.Trajectory,
   sample: int,
 ) -> dict[str, Any]:
-  """Returns a trajectory as plain data with the fields of the statistics."""
+  """Returns a trajectory as plain data, with the fields for statistics."""
   question = trajectory.question
   texts = [tokenizer.decode(turn.token_ids) for turn in trajectory.turns]
   find_answer = rewards.SCOPES[config.env.reward_scope]
@@ -382,7 +387,7 @@ def _report(
 
 
 def _read_settings(config) -> dict[str, Any]:
-  """Returns the config values that dialogues depend on, in types of JSON."""
+  """Returns the config values that dialogues depend on, in JSON's types."""
   values = {
     key: value
     for key, value in settings.flatten(config).items()

@@ -1,8 +1,9 @@
 """Examines the machine, and the files and services that a run would use.
 
 Each check yields findings. A finding is a grade and one line, which says what
-was found or what to do. Nothing is changed on the machine: a file that is
-written to test a folder has no name and is gone when it is closed.
+was found or what to do. Nothing is changed on the machine: to test whether a
+folder can be written, a file without a name is made, which disappears when it
+is closed.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ def examine(
   Args:
     config: the config of a run; None to check the machine only.
     workdir: the folder of the run; '' if it is not known.
-    folders: the folders that the config names, by their config keys.
+    folders: the folders that the config names, keyed by their config keys.
   """
   yield from versions(*declared())
   found = devices()
@@ -104,7 +105,10 @@ def examine(
 
 
 def declared() -> tuple[str, list[str]]:
-  """Returns the versions of Python and of packages that stppo_jax supports.
+  """Returns the versions of Python, and the packages, that stppo_jax needs.
+
+  The versions are a range such as '>=3.11'. The packages are requirements such
+  as 'jax>=0.10,<0.13'.
 
   In a clone of the repository, the versions are read from its files, which may
   be newer than the metadata of the installed package.
@@ -121,16 +125,16 @@ def declared() -> tuple[str, list[str]]:
 
 
 def versions(python: str, requirements: Sequence[str]) -> Iterator[Finding]:
-  """Compares installed versions of Python and packages with supported ones.
+  """Checks that the versions of Python and of packages are supported.
 
   Args:
     python: the supported versions of Python, such as '>=3.11'.
     requirements: packages with their supported versions, such as
-      'jax>=0.10,<0.13'. Packages of extras are not checked, because a run may
-      do without them.
+      'jax>=0.10,<0.13'. Packages of extras are not checked, because not every
+      run needs them.
   """
   version = platform.python_version()
-  # Without `prereleases`, no range would contain a pre-release of Python.
+  # Without `prereleases`, a pre-release of Python would count as unsupported.
   if specifiers.SpecifierSet(python).contains(version, prereleases=True):
     yield Finding(OK, f'python: {version}')
   else:
@@ -163,7 +167,7 @@ def versions(python: str, requirements: Sequence[str]) -> Iterator[Finding]:
 
 
 def devices() -> Finding:
-  """Finds the devices that jax uses, and accelerators that it does not use."""
+  """Reports the devices of jax, and an accelerator that jax leaves idle."""
   try:
     found = jax.devices()
   except RuntimeError as error:
@@ -207,26 +211,26 @@ def memory(available: int | None, needed: int = 0) -> Finding:
 def available_memory() -> int | None:
   """Returns the free bytes of the host's memory; None if they are not known.
 
-  In a container, the limit of the container counts too.
+  In a container, the result is at most what the container's limit leaves free.
   """
   free = []
   try:
     with open('/proc/meminfo', encoding='utf-8') as file:
       fields = dict(line.split(':', 1) for line in file)
     free.append(int(fields['MemAvailable'].split()[0]) * 1024)
-    # If a container exceeds its limit, the kernel kills a process in it without
-    # a message.
+    # The limit of a container may be lower than the free memory of the host. If
+    # it is exceeded, the kernel kills a process without a message.
     group = pathlib.Path('/sys/fs/cgroup')
     most = (group / 'memory.max').read_text('utf-8')
     used = (group / 'memory.current').read_text('utf-8')
     free.append(int(most) - int(used))
   except (OSError, ValueError, KeyError):
-    pass  # there is no limit, or this is not Linux
+    pass  # no limit is set, or the system is not Linux
   return min(free, default=None)
 
 
 def folder(name: str, path: pathlib.Path, *, needed: int = 0) -> Finding:
-  """Checks that a folder can be written or made, and that its disk has room.
+  """Checks that a folder can be written, and that its disk has room.
 
   Args:
     name: the name of the folder in the finding, such as 'workdir'.
@@ -291,7 +295,7 @@ def state_size(learner: learner_lib.Learner) -> int:
 
 
 def retriever(config, built: components.Components) -> Iterator[Finding]:
-  """Examines the retriever of a config with the first question of the run."""
+  """Examines the config's retriever, with the first question as the query."""
   options = config.retrieval
   if not environments.find(config.env.name).needs_retriever:
     yield Finding(OK, f'retriever: env.name={config.env.name} needs none')

@@ -1,7 +1,7 @@
 """Shows the tokens of a dialogue, as the model reads and writes them.
 
-The dialogue is made by the collector of training. In place of an engine, which
-would sample the turns of the policy, it gets turns that the user wrote.
+The collector of training makes the dialogue. But its engine does not sample the
+turns of a policy: it returns turns that the user wrote.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,11 +34,12 @@ def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
     config: the config of a run; no weights are read.
     question: the text of the question; '' for the first question of the
       training data.
-    turns: the texts of the policy's turns; () for one example action for each
-      stop string.
+    turns: the texts that stand for the policy's turns; () for an example turn
+      for each stop string.
 
   Raises:
-    Misconfigured: the config does not fit its files.
+    Misconfigured: the config is wrong, or a file that it names is missing or
+      does not fit it.
   """
   with exits.as_misconfigured():
     questions = components.build_questions(config)
@@ -55,8 +56,8 @@ def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
     )
     if question:
       asked = dataclasses.replace(asked, text=question)
-    # A stop string is a closing tag, which becomes the opening tag without its
-    # slash. Words between these two tags are an action of the environment.
+    # A stop string is a closing tag, such as </search>, and <search> is the
+    # opening tag. A text between both tags is an action of the policy.
     turns = turns or [
       f'{x.replace("/", "", 1)} words {x}' for x in stop_strings
     ]
@@ -102,9 +103,9 @@ def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
 def _cut(
   ids: np.ndarray, automaton: stops.StopAutomaton, eos_id: int
 ) -> np.ndarray:
-  """Returns the tokens of a turn up to its stop, as the engine cuts it.
+  """Returns the tokens of a turn up to the token at which the engine stops.
 
-  If nothing stops the turn, the token `eos_id` is appended.
+  If the engine would not stop in this turn, the token `eos_id` is appended.
   """
   state = automaton.START
   for count, token_id in enumerate(ids, start=1):
@@ -119,7 +120,7 @@ def _notes(
   tokenizer: tokenizer_lib.Tokenizer,
   environment: protocol.Environment,
 ) -> Iterator[str]:
-  """Yields notes about details of a prompt that are easily overlooked."""
+  """Yields notes about details of the prompt that are easily overlooked."""
   if tokenizer.prompts.folds_system:
     yield "note: prompt.system begins the user's message"
   encode = tokenizer.encode_prompt
@@ -140,7 +141,7 @@ def _tokens(
   position: int,
   last: str,
 ) -> Iterator[str]:
-  """Yields a line for each token: position, id, kinds and text.
+  """Yields a line for each token, with its position, id, kinds and text.
 
   Args:
     tokenizer: the policy's tokenizer.

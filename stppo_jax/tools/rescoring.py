@@ -14,15 +14,16 @@ _FIELDS = ('id', 'golden_answers', 'prompt', 'turns', 'scores', 'status')
 
 
 class Rescored(NamedTuple):
-  """A dialogue, with its saved exact match and a newly computed one.
+  """A dialogue with its saved score and its new score.
 
   Attributes:
     where: the file and the line number of the dialogue.
     record: the saved record of the dialogue.
     answer: the answer that the new scorer finds; None if it finds none.
-    score: the exact match of this answer or, for a question with options, its
-      accuracy.
-    saved: the exact match, or the accuracy, that was saved with the dialogue.
+    score: the new score: the exact match of `answer`. If the question has
+      options, it is 1 if `answer` names right options and no wrong ones, and
+      otherwise 0. It is also 0 if `answer` is None.
+    saved: the score of the same kind that was saved with the dialogue.
   """
 
   where: str
@@ -38,7 +39,8 @@ def rescore(path: pathlib.Path, scope: str) -> Iterator[Rescored]:
   Dialogues that failed because of the infrastructure are left out.
 
   Args:
-    path: a file with a result of `trajectory_metrics.record` in each line.
+    path: the file of dialogues. Each of its lines is a result of
+      `trajectory_metrics.record` as JSON.
     scope: the scorer that finds the answer, a key of `rewards.SCOPES`.
 
   Raises:
@@ -78,7 +80,7 @@ def _rescored(where: str, record: Mapping[str, Any], scope: str) -> Rescored:
     kind='choice' if options else 'open',
     options=options,
   )
-  # A dialogue without an answer scores 0, as it did when it was saved.
+  # A dialogue without an answer scores 0 here, as it does in training.
   score = 0.0
   if answer is not None:
     score = rewards.answer_scores(question, answer)[rewards.EXACT_MATCH]
@@ -91,8 +93,8 @@ def show(rescored: Sequence[Rescored], scope: str, *, most: int) -> None:
 
   Args:
     rescored: the dialogues, at least one.
-    scope: the scorer of the new scores, a key of `rewards.SCOPES`.
-    most: the largest number of dialogues that are printed.
+    scope: the scorer that found the new answers, a key of `rewards.SCOPES`.
+    most: the largest number of dialogues to print.
   """
   count = len(rescored)
   differing = [entry for entry in rescored if entry.score != entry.saved]
@@ -101,8 +103,8 @@ def show(rescored: Sequence[Rescored], scope: str, *, most: int) -> None:
   print(f'saved      em {sum(e.saved for e in rescored) / count:.4f}')
   print(f'{scope:10} em {sum(e.score for e in rescored) / count:.4f}')
   print(
-    f'{len(differing):,} dialogues differ: {gained:,} score more by {scope}, '
-    f'{len(differing) - gained:,} score more as saved'
+    f'{len(differing):,} dialogues differ: the new score is higher for '
+    f'{gained:,} and lower for {len(differing) - gained:,}'
   )
   for entry in differing[:most]:
     golden = ' | '.join(entry.record['golden_answers'])

@@ -1,10 +1,10 @@
-"""Checks that stopping and resuming a run does not change its final bits.
+"""Checks that a run which is stopped and resumed ends with the same arrays.
 
     WORKDIR/whole    a run in one piece
            /cut      the same run, which is stopped after some steps and resumed
 
-Each piece of a run is a process of its own, as it would be after a preemption.
-Then the fingerprints of all arrays in the last checkpoints of both runs are
+Each piece of a run is a process of its own, as after a preemption. At the end,
+the fingerprints of all arrays in the last checkpoints of both runs are
 compared.
 """
 
@@ -35,18 +35,19 @@ def verify(
   num_steps: int,
   is_alone: bool,
 ) -> int:
-  """Makes a run in one piece and in two, and compares the final checkpoints.
+  """Trains in one piece and in two pieces, and compares the last checkpoints.
 
   Args:
-    flags: flags of the command `train`; of a repeated flag, the last counts.
-    workdir: the folder that gets the folders of both runs.
+    flags: flags of the command `train`. If a flag is repeated, its last value
+      counts.
+    workdir: the folder in which the folders of both runs are made.
     after: the number of steps after which the second run is stopped.
     num_steps: the number of steps of both runs.
     is_alone: whether the flags ask for one machine, and for no restart.
 
   Returns:
-    The exit code: 0 if the checkpoints are equal and 3 if they differ. If a run
-    does not come to its end, its exit code is returned.
+    The exit code: 0 if the checkpoints are equal and 3 if they differ. If
+    `train` ends with another exit code than 0, this code is returned.
 
   Raises:
     Misconfigured: `after` is out of range, or `is_alone` is false.
@@ -101,11 +102,13 @@ def _without_verifying(flags: Sequence[str]) -> list[str]:
 def differences(
   one: pathlib.Path, other: pathlib.Path, step: int
 ) -> tuple[list[str], int]:
-  """Compares the checkpoints of a step of two runs by their fingerprints.
+  """Compares the checkpoints of two runs after the same step.
+
+  Arrays are compared by their fingerprints.
 
   Returns:
-    A line for each array and each host value that differs, and the number of
-    arrays.
+    A line for each array, and for each recorded value of the host, that
+    differs; and the number of arrays.
 
   Raises:
     NothingToCompare: a checkpoint is missing or damaged.

@@ -13,8 +13,8 @@ from stppo_jax.retrieval import address
 from stppo_jax.retrieval import attempts
 from stppo_jax.retrieval import dialects
 
-_NUM_TIMED = 8  # requests whose time is measured
-_SLOW = 1.0  # seconds per query; a slower server gets a note
+_NUM_TIMED = 8  # the number of requests whose time is measured
+_SLOW = 1.0  # the seconds per query above which a server gets a note
 
 # The result of a step: the grade 'ok' or 'note', and one line.
 Said = tuple[str, str]
@@ -35,7 +35,7 @@ class Unusable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-  """The server to examine, and the query that it is asked.
+  """A server to examine, and the query to send to it.
 
   Attributes:
     url: the address of the server, as in the config key retrieval.url.
@@ -59,14 +59,14 @@ async def examine(asked: Examination, say: Callable[[str, str], None]) -> None:
   """Examines a server step by step, and stops at the first failed step.
 
   Args:
-    asked: the server, and the query that it is asked.
+    asked: the server, and the query to send to it.
     say: called with the grade and the line of each step.
 
   Raises:
-    Unusable: if a run cannot use the server.
+    Unusable: a run cannot use the server.
   """
-  # Users copy the address of an endpoint, which ends in the path of a dialect.
-  # Requests add this path again, so it is removed.
+  # Some users give the address of an endpoint, which ends in the path of a
+  # dialect. Each request appends this path, so the path is removed here.
   url = asked.url
   for path in dict.fromkeys(d.path for d in dialects.DIALECTS.values()):
     try:
@@ -124,7 +124,7 @@ async def _examine_address(client: http_client.Client) -> Said:
 async def _examine_dialects(
   client: http_client.Client, asked: Examination
 ) -> tuple[list[str], str]:
-  """Returns the dialects in which the server answers, and the one to use."""
+  """Returns which dialects the server answers in, and the dialect to use."""
   failures = await attempts.spoken(client, asked.query, corpus=asked.corpus)
   # A server may answer in several dialects; `stppo_jax serve` answers in all.
   spoken = [name for name, failure in failures.items() if failure is None]
@@ -185,7 +185,7 @@ async def _examine_answer(
 async def _ask(
   client: http_client.Client, name: str, query: str, asked: Examination
 ):
-  """Returns the passages that the server finds in one attempt."""
+  """Returns the passages that the server finds for a query in one attempt."""
   try:
     (passages,) = await attempts.ask(
       client, dialects.DIALECTS[name], [query], corpus=asked.corpus, topk=3

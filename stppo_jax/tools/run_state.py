@@ -27,21 +27,21 @@ from stppo_jax.workdir import run_folder
 
 FINISHED, RUNNING, INTERRUPTED = 'finished', 'running', 'interrupted'
 FAILED, DEAD = 'failed', 'dead'
-# The exit codes of a run that the same command resumes.
+# The exit codes of a run after which the same command resumes the run.
 _RESUMABLE = (exits.TRY_AGAIN, exits.INTERRUPTED)
 # Seconds without a heartbeat after which a run on another machine counts as
 # dead. The time is long, because the clocks of machines differ and shared file
 # systems show changes late.
 _SILENCE = 120.0
-# The number of bytes at the end of metrics.jsonl that are read.
+# The number of bytes that are read from the end of metrics.jsonl.
 _TAIL = 1 << 20
 _PACE = 20  # the number of last steps whose median duration is the pace
 # The errors that a line or a file raises if it is damaged, or was written by
 # another program.
 _UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 _COMMANDS = ('train', 'sft', 'prefer')
-# Matches the path of a run's config inside a folder of runs or of studies, and
-# captures the path of the run.
+# Matches the path of a run's config, relative to a folder of runs or studies,
+# and captures the path of the run's folder.
 _CONFIG = re.compile(r'([^/]+(?:/[^/]+)?)/config\.json')
 
 
@@ -55,20 +55,20 @@ class RunState:
 
   Attributes:
     folder: the run's folder.
-    command: the command that writes the folder.
+    command: the command of the run: train, sft or prefer.
     state: finished; running; interrupted (the run was stopped, or a server was
       out of reach, and the same command resumes the run); failed (an error
       ended the run); or dead (the process is gone and left no exit code).
     step: the number of steps that are done.
-    num_steps: the length of the run; None if it is not known.
+    num_steps: the number of steps of the whole run; None if it is not known.
     phase: the phase that a running run is in, such as update; '' if it is not
       known.
-    seconds_per_step: the median duration of the last steps; None before the
-      first step is done.
-    eta: the seconds that remain at this pace; None if the run is not running,
-      or before the first step is done.
+    seconds_per_step: the median duration of the last steps; None if no duration
+      is recorded, as before the first step is done.
+    eta: the seconds until the end of the run, if its steps go on taking
+      `seconds_per_step`; None if this is None, or if the run is not running.
     metrics: the reward or the loss of the last step, and the score of the last
-      evaluation, by name.
+      evaluation, by the name of the metric.
     checkpoint: the step of the newest checkpoint; None if there is none.
     hosts: the machine name of each host; [] if they are not known.
     note: one line about why the run has ended, or about the process that holds
@@ -92,11 +92,12 @@ class RunState:
 
 
 def runs_in(folders: Sequence[str]) -> list[str]:
-  """Returns the folders of all runs that the given folders are or contain.
+  """Returns the folders of all runs in the given folders.
 
-  A given folder may be the folder of a run. Otherwise its runs lie directly in
-  it or one level deeper, as in a folder of several studies. A folder without
-  runs is returned as it is, so that `read` can say what is wrong with it.
+  A given folder that is itself the folder of a run is returned as it is. In any
+  other folder, the folders of runs lie directly in it or one level deeper, as
+  in a folder of several studies. A folder without runs is also returned as it
+  is, so that `read` can say what is wrong with this folder.
   """
   return [run for folder in folders for run in _runs_in(folder)]
 
@@ -105,7 +106,7 @@ def _runs_in(folder: str) -> list[str]:
   """Returns the runs inside a folder, or the folder itself; see `runs_in`."""
   path, names = pathlib.Path(folder), set()
   if buckets.is_address(folder):
-    with contextlib.suppress(buckets.BucketError):  # `read` reports it
+    with contextlib.suppress(buckets.BucketError):  # `read` reports the error
       names = {*buckets.Bucket(folder).entries()}
   elif not run_folder.command_of(path):
     found = [*path.glob('*/config.json'), *path.glob('*/*/config.json')]
@@ -153,7 +154,7 @@ def read_from(path: pathlib.Path, folder: str) -> RunState:
   lines = _last_lines(path / 'metrics.jsonl')
   steps = [line for line in lines if line['step'] > 0]
   beat = heartbeat.read(path)
-  # The length in the heartbeat is 0 until the run has found out its length.
+  # `num_steps` in the heartbeat is 0 until the run knows how many steps it has.
   num_steps = (beat.num_steps if beat else 0) or _num_steps(path, command)
   step = max([line['step'] for line in lines[:1]] + [beat.step if beat else 0])
   state, note = _state(
@@ -195,16 +196,18 @@ def _state(
     beat: the run's last heartbeat; None if there is none, as in runs of earlier
       versions.
     is_complete: whether all steps of the run are done.
-    has_lock: whether a running process would hold its lock in this folder. This
-      is false for a bucket, where the heartbeat is the only sign of life.
+    has_lock: whether the folder has a lock file while the run is running. It is
+      False for a folder in a bucket. There, only a new heartbeat shows that the
+      run is running.
   """
-  # The run may be on another machine, whose processes cannot be looked up here.
-  # Then only the time of the last heartbeat shows whether the run is alive.
+  # If the run is on another machine, its process cannot be looked up here. Then
+  # only the time of the last heartbeat shows whether the run is alive.
   silence = time.time() - beat.time if beat else 0.0
   held = lock.holder(folder)
   if held is not None:
     holder, is_alive = held
-    # A process in another container cannot be seen, but its heartbeat can.
+    # A process in another container cannot be looked up, but its heartbeat can
+    # be read.
     is_heard = beat is not None and beat.exit_code is None
     is_heard = is_heard and silence < _SILENCE
     if is_alive or is_heard:
@@ -233,7 +236,7 @@ def _state(
 
 
 def _last_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-  """Returns the last lines of a metrics file as records, the newest first."""
+  """Returns the last records of a metrics file, see `_parsed`; [] if none."""
   try:
     with open(path, 'rb') as file:
       # The reading may begin inside a line; `_parsed` skips such a line.
@@ -244,13 +247,16 @@ def _last_lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
-  """Yields the records that the state of a run needs, the newest first.
+  """Yields the newest `_PACE + 1` records of metrics, the newest first.
 
-  These are the newest lines, as many as the pace needs. If none of them has an
-  evaluation, the newest line with an evaluation is added.
+  If none of these records has an evaluation, the newest record that has one
+  follows.
+
+  Args:
+    text: lines of a metrics file.
   """
-  # Evaluations may be rare, so the lines between the newest lines and the one
-  # with an evaluation are not parsed.
+  # If evaluations are rare, there may be many lines before the newest lines and
+  # after the last evaluation. These lines are not parsed.
   has_evaluation, count = False, 0
   for line in reversed(text.splitlines()):
     is_evaluation = b'"val/' in line
@@ -260,7 +266,7 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
       record = json.loads(line)
       # This raises an error if the step is missing or no number.
       record['step'] += 0
-    except _UNREADABLE:  # the line is cut off at an end
+    except _UNREADABLE:  # a part of the line is missing
       continue
     has_evaluation |= is_evaluation
     count += 1
@@ -268,7 +274,13 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _shown(lines: list[dict[str, Any]]) -> dict[str, float]:
-  """Returns the newest reward or loss and the newest evaluation, by name."""
+  """Returns the newest reward or loss, and the newest evaluation score.
+
+  The keys are the names of the metrics.
+
+  Args:
+    lines: the metrics of each step, the newest step first.
+  """
   shown: dict[str, float] = {}
   for select in (headline.training, headline.evaluation):
     for line in lines:
@@ -322,7 +334,7 @@ _TITLES = 'run state step phase s/step eta scores saved hosts'.split()
 
 
 def table(states: Sequence[RunState]) -> list[str]:
-  """Returns the lines of a table of runs, then their notes and alarms."""
+  """Returns the lines of a table of runs, then the notes and alarms of runs."""
   rows = [
     _TITLES,
     *([streams.one_line(x) for x in _row(state)] for state in states),

@@ -1,4 +1,4 @@
-"""Computes the statistics of evaluated dialogues, and makes their tables.
+"""Computes statistics of evaluated dialogues, and makes tables of statistics.
 
 A record is a line of `dialogues.jsonl`, see `tools/evaluation.py`.
 """
@@ -23,24 +23,26 @@ _Z = 1.959964  # half of the 95 % interval, in standard deviations
 
 @dataclasses.dataclass(frozen=True)
 class SetReport:
-  """The statistics of a data set; means are over questions.
+  """The statistics of a data set; means are over its dialogues.
 
   Attributes:
-    name: the data set.
+    name: the name of the data set.
     questions: the number of questions.
     samples: the number of dialogues of each question.
     main_score: the name of the main score of the environment.
-    scores: the mean of each score, by its name.
-    intervals: the 95 % interval of each mean, see `interval`.
+    scores: the mean of each score, by the name of the score.
+    intervals: the 95 % confidence interval of each mean in `scores`, by the
+      name of the score; see `interval`.
     pass_at: for each k, the probability that at least one of k dialogues of a
-      question has a main score of 1.
-    means: other means by name: the searches and the turns of a dialogue, and
-      `answered`, the share of dialogues with an answer. Where gold passages are
-      known, there are also `recall`, the share of the gold passages that the
-      searches of a dialogue found, and `all_gold`, the share of dialogues whose
-      searches found all gold passages.
+      question has a main score of 1. It is averaged over questions.
+    means: other means by name: the number of searches and of turns of a
+      dialogue, and `answered`, the share of dialogues with an answer. If gold
+      passages are known, there are also `recall`, the share of the gold
+      passages that the searches of a dialogue found, and `all_gold`, the share
+      of dialogues whose searches found all gold passages.
     baseline: the share of questions that the best constant answer gets right,
-      see `majority`; None if the main score does not compare answers.
+      see `majority`; None if the main score does not compare the answer with
+      golden answers.
   """
 
   name: str
@@ -57,11 +59,12 @@ class SetReport:
 def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
   """Returns the statistics of the records of a data set.
 
-  A question is left out if one of its dialogues failed and has no record.
+  A question with fewer records than another question is left out. Records are
+  missing where dialogues failed.
 
   Args:
-    name: the data set.
-    records: the records of its dialogues, at least one.
+    name: the name of the data set.
+    records: the records of the data set's dialogues, at least one.
     main_score: the name of the main score of the environment.
   """
   by_question: dict[str, list[Record]] = {}
@@ -72,7 +75,7 @@ def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
   # question.
   groups = [group for group in by_question.values() if len(group) == samples]
   records = [record for group in groups for record in group]
-  # Each array is [questions, samples].
+  # Each array of scores has the shape [questions, samples].
   scores = {
     key: np.array([[r['scores'][key] for r in group] for group in groups])
     for key in records[0]['scores']
@@ -106,8 +109,9 @@ def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
 def interval(values: np.ndarray) -> tuple[float, float]:
   """Returns the 95 % confidence interval of the mean of values.
 
-  If each value is 0 or 1, this is the Wilson interval, because the bootstrap
-  would give a mean of 0 or 1 an interval of width 0.
+  If each value is 0 or 1, the result is the Wilson interval, and otherwise the
+  bootstrap interval. If all values are equal, the bootstrap interval has the
+  width 0.
   """
   if np.isin(values, (0, 1)).all():
     return wilson(int(values.sum()), len(values))
@@ -137,7 +141,8 @@ def bootstrap(values: np.ndarray) -> tuple[float, float]:
 def pass_at_k(samples: int, right: int, k: int) -> float:
   """Returns the probability that at least one of k drawn samples is right.
 
-  With `right` right samples among `samples` samples, the probability is
+  The k samples are drawn without replacement from `samples` samples, of which
+  `right` are right. So the probability is
   1 - C(samples - right, k) / C(samples, k). (arXiv 2107.03374)
   """
   return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
@@ -146,8 +151,8 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def majority(groups: Sequence[Sequence[Record]]) -> float:
   """Returns the share of questions that the best constant answer gets right.
 
-  The constant answer is a golden answer of some question or, for questions with
-  options, the letter of an option.
+  The constant answer is a golden answer of some question or, if questions have
+  options, it may be the letter of an option.
   """
   counts: dict[str, int] = {}
   for group in groups:
@@ -157,7 +162,11 @@ def majority(groups: Sequence[Sequence[Record]]) -> float:
 
 
 def _golden(record: Record) -> set[str]:
-  """Returns the normalised right answers of a question, letters included."""
+  """Returns the right answers of a question, normalised.
+
+  For a question with options, they are the texts of the right options, and the
+  letters of these options, each with a closing parenthesis.
+  """
   golden, options = record['golden_answers'], record['options']
   if not options:
     return {text_lib.normalise(answer) for answer in golden}
@@ -174,7 +183,7 @@ def _found(record: Record) -> float:
 
 
 def _powers(samples: int) -> list[int]:
-  """Returns the powers of 2 below the number of samples, and that number."""
+  """Returns the powers of 2 below `samples`, and `samples` itself."""
   powers = [2**n for n in range(samples.bit_length()) if 2**n < samples]
   return [*powers, samples]
 
@@ -184,15 +193,15 @@ def _mean(values) -> float:
 
 
 def as_json(reports: Sequence[SetReport]) -> dict[str, Any]:
-  """Returns the statistics as plain data, by the name of the data set."""
+  """Returns the statistics of data sets as plain data, by the sets' names."""
   return {entry.name: dataclasses.asdict(entry) for entry in reports}
 
 
 def rows(reports: Sequence[SetReport]) -> list[list[str]]:
   """Returns a table of texts: a row of titles and a row for each data set."""
   names = list(dict.fromkeys(key for entry in reports for key in entry.means))
-  # Data sets may differ in the number of dialogues per question, and so in the
-  # k of their pass@k, because failed dialogues have no record.
+  # Failed dialogues have no record. So data sets may differ in the number of
+  # records per question, and then also in the values of k of their pass@k.
   ks = sorted({k for entry in reports for k in entry.pass_at if k > 1})
   main = reports[0].main_score
   scores = [key for key in reports[0].scores if key != main]

@@ -21,14 +21,14 @@ from stppo_jax.retrieval.indexes import backends
 from stppo_jax.retrieval.indexes import bm25
 from stppo_jax.retrieval.indexes import index_folder
 
-# The flags that describe synthetic worlds, with the least value of each.
+# The flags that describe synthetic worlds, with the least value of each flag.
 WORLD_OPTIONS = {'entities_per_type': 1, 'name_pieces': 1, 'distractors': 0}
 _SOURCES = ('index', 'corpus', 'synthetic_seed')
-_SHUTDOWN_TIMEOUT = 10.0  # seconds that open requests get at the end
+_SHUTDOWN_TIMEOUT = 10.0  # seconds in which open requests may still be answered
 
 
 def problems(options: absl_flags.FlagValues) -> Iterator[str]:
-  """Yields a line for each rule that the flags of `serve` break together."""
+  """Yields a line for each combination of flags that `serve` refuses."""
   given = [x for x in _SOURCES if getattr(options, x) not in (None, '')]
   if not given:
     yield f'one of --{", --".join(_SOURCES)} is required'
@@ -51,7 +51,8 @@ def serve(options: absl_flags.FlagValues, argv: Sequence[str]) -> int:
 
   Args:
     options: the flags of `serve`, for which `problems` yields nothing. In a
-      worker process, `socket` is the file descriptor of a bound socket.
+      worker process, the flag `socket` is the file descriptor of a bound
+      socket.
     argv: the same flags as they were typed; worker processes are started with
       them.
 
@@ -85,7 +86,7 @@ def _app(options: absl_flags.FlagValues):
     world_passages = functools.partial(
       synthetic_wiki.make_passages, options.synthetic_seed, **sizes
     )
-    world_passages(0)  # Raises ValueError if these flags make no world.
+    world_passages(0)  # raises ValueError if no world has these sizes
   return server.make_app(
     index,
     world_passages=world_passages,
@@ -98,8 +99,8 @@ def _open_index(options: absl_flags.FlagValues) -> backends.Index:
   """Opens the index of `--index`, after a download if it is in a bucket.
 
   Raises:
-    ValueError: a file of the index is missing or damaged, or the index is not
-      of the corpus of `--corpus`; the message is one line.
+    ValueError: a file of the index is missing or damaged, or the index was not
+      built from the corpus of `--corpus`; the message is one line.
     BucketError: the bucket cannot be read.
   """
   index, faiss = options.index.rstrip('/'), options.faiss
@@ -126,7 +127,7 @@ async def _serve(app, options: absl_flags.FlagValues) -> int:
     loop, parent = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def parent_ended() -> None:
-      loop.remove_reader(parent)  # a closed pipe stays readable
+      loop.remove_reader(parent)  # a closed pipe would call this again
       stopping.set()
 
     # A worker must not outlive its parent. The parent writes nothing, so the
@@ -148,7 +149,7 @@ async def _supervise(
   argv: Sequence[str], options: absl_flags.FlagValues
 ) -> int:
   """Serves in several worker processes."""
-  _open_index(options)  # Raises an error once, and not in every worker.
+  _open_index(options)  # raises errors before any worker starts
   program = [sys.executable, '-m', 'stppo_jax', 'serve', *argv]
   # Workers get the downloaded folder, so that a worker which replaces another
   # one does not need the bucket.

@@ -1,8 +1,8 @@
 """Describes the success of a run in a few numbers, and finds a collapse.
 
-Success is the mean outcome reward of a step's sampled dialogues. It is noisy,
-so the best value, the final value and a collapse are read off its running mean
-over five steps. If a run has fewer steps, the mean is over all of them.
+The success of a step is the mean outcome reward of its sampled dialogues. The
+success is noisy. So the best value, the final value and a collapse are computed
+from the running mean over five steps, or over all steps if a run has fewer.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-WINDOW = 5  # steps
-_COLLAPSED = 0.5  # share of the best mean
+WINDOW = 5  # the number of steps of a running mean
+_COLLAPSED = 0.5  # a running mean below this share of the best mean is low
 
 
 class Curve(NamedTuple):
@@ -20,13 +20,13 @@ class Curve(NamedTuple):
 
   Attributes:
     area: the mean success over all steps, which is the area under the curve
-      per step.
+      divided by the number of steps.
     best: the largest running mean.
     final: the last running mean.
-    collapsed: whether at least the last five running means are below half of
-      `best`.
-    collapsed_at: the last step of the window of the first of these low means;
-      nan if the run did not collapse.
+    collapsed: whether the run ends with five or more running means below half
+      of `best`.
+    collapsed_at: the number of the last step that the first of these low means
+      averages; nan if the run did not collapse.
   """
 
   area: float
@@ -39,7 +39,7 @@ class Curve(NamedTuple):
 def curve(
   success: np.ndarray, steps: Sequence[int] | np.ndarray | None = None
 ) -> Curve:
-  """Returns the `Curve` that describes the success of each step.
+  """Returns the `Curve` of a run.
 
   Args:
     success: the success of each step. Steps whose success is nan are left out.
@@ -54,8 +54,8 @@ def curve(
   window = min(WINDOW, len(success))
   means = np.convolve(success, np.full(window, 1 / window), mode='valid')
   best = int(np.argmax(means))
-  # If the best mean is negative, half of it is larger than every mean. Then no
-  # mean counts as low.
+  # If the best mean is negative, every mean is below half of it, even the best
+  # mean. So in this case no mean counts as low.
   is_low = (means[best] > 0) & (means < _COLLAPSED * means[best])
   # A run that recovers has not collapsed, so only low means at the end count.
   stayed = 0

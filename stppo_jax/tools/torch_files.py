@@ -18,7 +18,8 @@ def convert(place: str, out: pathlib.Path) -> int:
   """Writes the weights of a model as safetensors; returns the exit code.
 
   Args:
-    place: a Hugging Face directory, or the name of a model on its Hub.
+    place: a Hugging Face directory, or the name of a model on the Hugging Face
+      Hub.
     out: a folder that is new or empty.
 
   Raises:
@@ -29,8 +30,8 @@ def convert(place: str, out: pathlib.Path) -> int:
   if out.exists() and not (out.is_dir() and not any(out.iterdir())):
     raise exits.Misconfigured(f'--out={out}: must be a new or an empty folder')
   if not hub.is_name(place):
-    # Checked before PyTorch is imported: nobody should install it to learn that
-    # there is nothing to convert.
+    # This check comes before the import of PyTorch: nobody should have to
+    # install PyTorch to learn that there is nothing to convert.
     _pickled(place, hub.local_folder(place))
   try:
     import safetensors.torch
@@ -41,7 +42,7 @@ def convert(place: str, out: pathlib.Path) -> int:
     ) from error
   folder = hub.local_folder(place, (*hub.SMALL, *_PICKLED))
   pickled = _pickled(place, folder)
-  # Imported late, because it imports jax, which earlier errors do not need.
+  # This module imports jax, so it is only imported after the quick checks.
   from stppo_jax.models.hf import export
 
   files: Mapping[str, str] = {}
@@ -56,9 +57,10 @@ def convert(place: str, out: pathlib.Path) -> int:
         tensors = torch.load(
           folder / name, map_location='cpu', weights_only=True
         )
-        # Cloned, because safetensors cannot save tensors that share memory.
+        # Tensors are cloned, because safetensors cannot save tensors that share
+        # memory.
         tensors = {key: x.clone().contiguous() for key, x in tensors.items()}
-      except Exception as error:  # a damaged file can raise any
+      except Exception as error:  # a damaged file can raise any error
         reason = str(error).partition('\n')[0]
         raise exits.Misconfigured(
           f'{place}: {name} holds something other than weights ({reason})'
@@ -77,10 +79,10 @@ def convert(place: str, out: pathlib.Path) -> int:
 
 
 def _pickled(place: str, folder: pathlib.Path) -> list[str]:
-  """Returns the names of the files of PyTorch to convert, sorted.
+  """Returns the sorted names of a folder's weight files of PyTorch.
 
   Raises:
-    Misconfigured: the folder has no such file.
+    Misconfigured: the folder is missing or has no such file.
   """
   names = (x.name for pattern in _PICKLED for x in folder.glob(pattern))
   if found := sorted(names):
@@ -93,5 +95,5 @@ def _pickled(place: str, folder: pathlib.Path) -> list[str]:
 
 
 def _renamed(name: str) -> str:
-  """Returns the safetensors name of a file of PyTorch."""
+  """Returns the safetensors name for the name of a weight file of PyTorch."""
   return name.replace('pytorch_', '').replace('.bin', '.safetensors')

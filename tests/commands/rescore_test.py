@@ -74,7 +74,7 @@ def test_the_scorer_that_saved_them_agrees(file, capsys):
   assert out.splitlines()[1:] == [
     'saved      em 0.7500',
     'response   em 0.7500',
-    '0 dialogues differ: 0 score more by response, 0 score more as saved',
+    '0 dialogues differ: the new score is higher for 0 and lower for 0',
   ]
 
 
