@@ -30,7 +30,7 @@ _LABEL_KEYS = 3  # the most config keys in a label
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """The runs of one experiment, which differ only in keys of `_OF_A_RUN`.
+  """The runs of one experiment; their configs differ only in `_OF_A_RUN`.
 
   Attributes:
     label: a text for legends that tells the group from all other groups.
@@ -67,7 +67,7 @@ def _keys(runs: Sequence[run_files.Run]) -> list[str]:
 def problems(groups: Sequence[Group]) -> list[str]:
   """Returns a message for each group not comparable with the first group.
 
-  Runs can be compared if they have the same environment. If both were
+  Two runs can be compared if they have the same environment. If both runs were
   evaluated, they must also have an evaluation score in common.
   """
   first = groups[0].runs[0]
@@ -85,7 +85,7 @@ def problems(groups: Sequence[Group]) -> list[str]:
 
 
 def names(runs: Sequence[run_files.Run]) -> list[str]:
-  """Returns a short name for each run; different folders differ in name."""
+  """Returns short names of runs; runs of different folders differ in name."""
   parts = [pathlib.Path(run.place).resolve().parts for run in runs]
   # A name is the end of the path, just long enough to tell all runs apart.
   depth = 1
@@ -97,7 +97,10 @@ def names(runs: Sequence[run_files.Run]) -> list[str]:
 
 
 def band(members: Group, metric: str) -> list[tuple[int, float, float, float]]:
-  """Returns (step, mean, min, max) of a metric over the seeds of a group."""
+  """Returns (step, mean, min, max) of a metric over the runs of a group.
+
+  There is one tuple for each step in which some run has the metric.
+  """
   values: dict[int, list[float]] = {}
   for run in members.runs:
     for step, value in run.column(metric).items():
@@ -119,7 +122,7 @@ def _scores(run: run_files.Run) -> list[str]:
 
 
 def _settings(run: run_files.Run) -> str:
-  """Returns the settings that all runs of one experiment share, as text."""
+  """Returns, as text, the settings that a run shares with its experiment."""
   if not run.recorded:  # a run without a config is a group of its own
     return run.place
   return _text({k: v for k, v in run.recorded.items() if not _is_free(k)})
@@ -130,7 +133,11 @@ def _is_free(key: str) -> bool:
 
 
 def _labels(runs: Sequence[run_files.Run]) -> list[str]:
-  """Returns the titles of runs; equal titles get the keys that differ."""
+  """Returns a label for each run: its title, and what tells it from others.
+
+  If several runs have the same title, the settings in which they differ are
+  added.
+  """
   titles = [run.title for run in runs]
   labels = []
   for run, title in zip(runs, titles):

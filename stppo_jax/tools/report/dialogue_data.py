@@ -1,10 +1,11 @@
 """Encodes the dialogues of runs for the viewer: an index, and packed parts.
 
 The index has a row for each dialogue, with the values by which the viewer
-lists, filters and sorts dialogues. A part is the compressed lines of dialogue
-files. A step has one part for its training dialogues and one part for the
-dialogues of its evaluation. So a page with thousands of dialogues opens at
-once, and unpacks a part only when a reader opens one of its dialogues.
+lists, filters and sorts dialogues. A part has the dialogues themselves: the
+compressed lines of dialogue files. A step of a run has one part for its
+training dialogues and one part for the dialogues of its evaluation. A page
+with thousands of dialogues opens at once, because it unpacks a part only when a
+reader opens a dialogue of this part.
 """
 
 import base64
@@ -32,8 +33,9 @@ class Encoded(NamedTuple):
   """The dialogues of a page.
 
   Attributes:
-    index: the columns of `COLUMNS` by name, and the lists of questions and of
-      statuses. Two columns have indices into these lists.
+    index: the columns of `COLUMNS` by name, a list of the questions, and a list
+      of the statuses. The columns `question` and `status` have indices into
+      these lists.
     parts: the packed parts. The column `part` has indices into this list.
     notes: messages about the steps that were left out.
   """
@@ -118,7 +120,10 @@ def _count(path: pathlib.Path) -> int:
 
 
 def _thin(items: Sequence[Any], sizes: Sequence[int], most: int) -> list[Any]:
-  """Returns evenly spread items, with the last one, that fit into `most`."""
+  """Returns evenly spread items whose sizes add up to at most `most`.
+
+  The last item is always returned, unless no item fits.
+  """
   # Sizes differ, so the number of items that fit depends on the chosen items.
   # If a choice is too large, the next try takes proportionally fewer items.
   wanted = len(items)
@@ -146,7 +151,7 @@ def _read(
 
 
 def _index(parts: Sequence[_Part]) -> dict[str, Any]:
-  """Returns the columns of the index, and the texts that columns point to."""
+  """Returns the index, see `Encoded`."""
   questions: dict[str, int] = {}
   keys: dict[tuple[str, str, str], int] = {}
   statuses: dict[str, int] = {}
@@ -189,8 +194,8 @@ def reward(record: Mapping[str, Any]) -> float:
 def contains(record: Mapping[str, Any], text: str) -> bool:
   """Returns whether a dialogue contains a text, whatever the case of letters.
 
-  As in the viewer, the text may be in the question, the prompt, a golden answer
-  or a turn.
+  As in the viewer, the text may be in the question, the prompt, a golden
+  answer, a turn or an observation.
   """
   texts = [record['question'], record['prompt'], *record['golden_answers']]
   for turn in record['turns']:
@@ -204,10 +209,11 @@ def measures(
   """Returns the measures of a dialogue that the viewer filters and sorts by.
 
   Returns:
-    The share of tokens that are clipped, the number of searches (turns that
-    asked the environment something), the number of turns, the number of policy
-    tokens, and the largest absolute value of the log of a turn ratio. The
-    measures of tokens and ratios are None if the record has no token values.
+    The share of policy tokens that are clipped, the number of searches (turns
+    that asked the environment something), the number of turns, the number of
+    policy tokens, and the largest absolute value of the log of a turn's ratio.
+    The first, the fourth and the fifth value are None if the record has no
+    values of tokens. The fifth value is also None if no turn has a ratio.
   """
   turns = record['turns']
   searches = sum(protocol.asks(turn['action']) for turn in turns)
@@ -231,13 +237,13 @@ def pack(content: bytes) -> str:
 
 
 def pack_json(value: Any) -> str:
-  """Returns a value as JSON that `pack` has compressed."""
+  """Returns a value as JSON text, compressed and encoded by `pack`."""
   text = json.dumps(value, separators=(',', ':'), allow_nan=False)
   return pack(text.encode())
 
 
 def rounded(value: float | None) -> float | None:
-  """Returns a value with six digits, or None if it is None or not finite."""
+  """Returns a value rounded to six digits; None if it is None or not finite."""
   if value is None or not math.isfinite(value):
     return None
   return float(f'{value:.{_DIGITS}g}')

@@ -16,7 +16,10 @@ def draw(
   groups: Sequence[comparison.Group],
   path: pathlib.Path,
 ) -> None:
-  """Draws a panel: a line for each experiment and metric, a band over seeds.
+  """Draws a panel: a line with a band for each experiment and metric.
+
+  The line is the mean over the experiment's seeds. The band goes from their
+  least to their largest value.
 
   Args:
     panel: a panel of `panels.layout`.

@@ -29,7 +29,8 @@ def write(
   """Writes a report as Markdown, with its figures in a folder beside it.
 
   Args:
-    out: the Markdown file. The figures are in the folder NAME-figures.
+    out: the Markdown file, such as NAME.md. The figures are written to the
+      folder NAME-figures.
     groups: the runs, grouped by experiment.
     losses: messages about data that could not be read, which the report shows.
   """

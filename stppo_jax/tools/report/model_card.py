@@ -18,8 +18,8 @@ from stppo_jax.workdir import run_folder
 
 CARD, _CURVE = 'README.md', 'learning_curve.png'
 _LICENCE = re.compile(r'^license(?:_name|_link)?: *\S.*$', re.MULTILINE)
-# Config values that are paths or addresses. A card leaves them out, because
-# files and servers of one machine mean nothing on another machine.
+# Matches config values that are paths or addresses. A card leaves them out,
+# because files and servers of one machine mean nothing on another machine.
 _PRIVATE = re.compile('[/~.]|.*://')
 
 
@@ -34,7 +34,7 @@ def write(
 ) -> None:
   """Adds a model card, a learning curve and licences to an exported policy.
 
-  A card that is already in the folder is kept.
+  If the folder already has a card, this card is kept.
 
   Args:
     folder: the folder of the exported policy.
@@ -65,10 +65,10 @@ def _lines(
 ) -> Iterator[str]:
   """Yields the lines of a card."""
   card = source / CARD if source else None
-  # A card that somebody else wrote may have another encoding, but the lines of
-  # its licence are plain text.
+  # The card of the base model may have another encoding than UTF-8, but its
+  # lines about the licence are ASCII.
   head = card.read_text('utf-8', 'replace') if card and card.is_file() else ''
-  # The metadata of a card is between two lines with three hyphens.
+  # The metadata of a card is between two lines of three hyphens.
   head = head.split('\n---', 1)[0] if head.startswith('---\n') else ''
   licence = _LICENCE.findall(head)
   repository, commit = hub.split(config.model.path)
@@ -118,7 +118,7 @@ def _lines(
 
 
 def push(folder: pathlib.Path, name: str, *, yes: bool) -> None:
-  """Pushes an export to the Hub, or prints what would be pushed.
+  """Pushes an export to the Hub; without `yes`, prints what would be pushed.
 
   Raises:
     HubError: the Hub is out of reach, or refuses the files.

@@ -6,7 +6,7 @@ from stppo_jax.workdir import atomic_files
 
 # Every report has this text near its beginning.
 MARK = 'stppo_jax report'
-_BEGINNING = 1000  # bytes
+_BEGINNING = 1000  # the number of bytes that are searched for the mark
 
 
 def figures(path: pathlib.Path) -> pathlib.Path:
@@ -15,7 +15,7 @@ def figures(path: pathlib.Path) -> pathlib.Path:
 
 
 def problem(path: pathlib.Path, *, has_figures: bool = False) -> str:
-  """Returns the reason against writing a report to a path, or ''.
+  """Returns why a report must not be written to a path; '' if it may be.
 
   Args:
     path: the file of the report.
@@ -32,8 +32,8 @@ def problem(path: pathlib.Path, *, has_figures: bool = False) -> str:
       with open(path, 'rb') as file:
         if MARK.encode() not in file.read(_BEGINNING):
           return f'{path}: exists and is no report; give another file'
-    # If the report exists, an earlier call made the folder together with it, so
-    # the folder may be replaced.
+    # If the report exists, its folder of figures was made together with it, so
+    # the folder may be replaced too.
     folder = figures(path)
     is_own = path.exists() and folder.is_dir()
     if has_figures and folder.exists() and not is_own:

@@ -1,8 +1,8 @@
 """Makes the HTML page: one file, which opens from disk and loads nothing.
 
 The file contains its style, its program, and its data as JSON in a script
-element. A content security policy lets only the program with the right digest
-run, and lets the page load nothing.
+element. A content security policy lets the page run only a program with the
+digest of this program, and load nothing.
 """
 
 import base64
@@ -46,10 +46,11 @@ def html(
       its top. A message is added for each dialogue that cannot be read.
     most_dialogues: the largest number of dialogues in the page.
     most_bytes: the approximate limit for the size of the page, in bytes.
-    tables: title of a table to its rows of texts, of which the first row is the
-      heading. These tables come before the summary.
-    pictures: name of a picture to the content of a PNG file, which becomes a
-      part of the page.
+    tables: maps the title of a table to the rows of the table. A row is a list
+      of texts, and the first row is the heading. These tables come before the
+      summary.
+    pictures: maps the name of a picture to the content of a PNG file, which
+      becomes a part of the page.
   """
   runs = [run for members in groups for run in members.runs]
   content = contents(groups)
@@ -89,16 +90,17 @@ def html(
     'STATIC': static.content(content, groups),
     'DATA': _script_json(content),
   }
-  # All names are replaced in one pass, because the inserted texts of runs may
-  # contain such names in brackets, too.
+  # All names in double brackets are replaced in one pass. Otherwise such a name
+  # in an inserted text of a run would be replaced, too.
   return re.sub(r'\[\[(\w+)\]\]', lambda m: fills[m[1]], _file('template.html'))
 
 
 def contents(groups: Sequence[comparison.Group]) -> dict[str, Any]:
-  """Returns the data of the page as plain types, except metrics and dialogues.
+  """Returns the data of the page, except metrics and dialogues, as plain types.
 
-  Lists have one element per run or per group, in the order of the page. Spreads
-  over seeds are made by `summary.spread`.
+  A list about runs has one element for each run, and a list about groups one
+  element for each group, in the order of `groups`. Where a group has a mean and
+  a range over its seeds, they are a result of `summary.spread`.
   """
   runs = [run for members in groups for run in members.runs]
   firsts = [members.runs[0] for members in groups]
@@ -146,7 +148,8 @@ def contents(groups: Sequence[comparison.Group]) -> dict[str, Any]:
 def metrics(run: run_files.Run) -> dict[str, Any]:
   """Returns the steps of a run, and a column of values for each metric.
 
-  A value is None in a step without the metric.
+  A column has one value for each step. The value is None if the step does not
+  have the metric.
   """
   steps = [line['step'] for line in run.lines]
   return {
@@ -159,7 +162,7 @@ def metrics(run: run_files.Run) -> dict[str, Any]:
 
 
 def _lines(run: run_files.Run) -> Mapping[str, Any]:
-  """Returns the config values that figures draw as horizontal lines."""
+  """Returns by key the config values that figures draw as horizontal lines."""
   return {
     key: run.recorded[key]
     for key in panels.LINES.values()
@@ -170,7 +173,7 @@ def _lines(run: run_files.Run) -> Mapping[str, Any]:
 def _script_json(value: Any) -> str:
   """Returns a value as JSON that cannot end the script element around it."""
   # HTML has no escapes inside a script element, which ends at the first
-  # </script>, even in a string. JSON can write these characters by their codes.
+  # </script>, even in a string. So JSON writes <, > and & by their codes.
   text = json.dumps(value, separators=(',', ':'), allow_nan=False)
   for character in '<>&':
     text = text.replace(character, f'\\u{ord(character):04x}')

@@ -8,12 +8,12 @@ from stppo_jax.tools.report import summary
 
 
 def _of_levels(name: str) -> str:
-  """Returns the metric names of all levels; a level replaces the braces."""
+  """Returns a metric's names for all levels; `name` has {} for the level."""
   return ' '.join(map(name.format, summary.LEVELS))
 
 
-# Section -> title of a figure -> names or patterns of its metrics, and a
-# sentence for a reader who does not know the metrics.
+# Maps a section, and then the title of a figure, to the names or patterns of
+# its metrics, and to a sentence for a reader who does not know these metrics.
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
   'Learning': {
     'Evaluation': ('val/*', 'The greedy policy on fixed questions.'),
@@ -187,13 +187,17 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
   },
   'Alarms': {'Alarms': ('alarm/*', 'See the table of alarms at the top.')},
 }
-# The metric of a figure -> the config key whose value the figure shows as a
-# line.
+# Maps the metric of a figure to the config key whose value the figure shows as
+# a horizontal line.
 LINES = {'stab/rho': 'algorithm.correction.clipping_bias.tau'}
 
 
 def layout(names: Sequence[str]) -> list[dict[str, Any]]:
-  """Returns the sections with the figures that have a metric to show."""
+  """Returns the sections, with the figures that show one of the given metrics.
+
+  Args:
+    names: the names of the metrics of all runs.
+  """
   sections = []
   for heading, figures in SECTIONS.items():
     shown = []

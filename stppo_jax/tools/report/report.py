@@ -61,7 +61,7 @@ def write(
     groups = comparison.group(runs)
     losses += comparison.problems(groups)
     if form == 'md':
-      # Imported late, because it loads matplotlib.
+      # This import loads matplotlib, which pages do not need.
       from stppo_jax.tools.report import markdown
 
       markdown.write(out, groups, losses=losses)

@@ -50,10 +50,12 @@ class Run:
     folder: the folder with the files of the run.
     place: the folder as the user named it, or the address of the run in a
       bucket if the folder is a local copy.
-    recorded: the config of the run: dotted key, by its present name, to value.
-      Secrets in texts are removed, because reports are passed on. It is {} if
-      the file cannot be read.
-    lines: the lines of metrics.jsonl in order. The first line may be of step 0.
+    recorded: the values of the run's config by their dotted keys. Keys that
+      were renamed since the run have their present names. Secrets in texts are
+      removed, because reports are passed on. It is {} if the config cannot be
+      read.
+    lines: the metrics of each step: the lines of metrics.jsonl, in order. The
+      first line may be about step 0, the evaluation before training.
     state: the state of the run, as the command `status` shows it.
     losses: messages about data that could not be read.
   """
@@ -77,9 +79,10 @@ class Run:
 
   @functools.cached_property
   def columns(self) -> dict[str, dict[int, float]]:
-    """Returns the finite values of each metric by step, in order of the lines.
+    """Returns the finite values of each metric, by metric and then by step.
 
-    The computed metrics outside/LEVEL and outside/LEVEL/turn_N come last.
+    The metrics have the order of the lines. The metrics outside/LEVEL and
+    outside/LEVEL/turn_N, which are computed here, come last.
     """
     columns: dict[str, dict[int, float]] = {}
     for line in self.lines:
@@ -109,7 +112,7 @@ class Run:
 
 
 def is_number(value: Any) -> bool:
-  """Returns whether a value of a line is a finite number."""
+  """Returns whether a value, such as a value from JSON, is a finite number."""
   is_real = isinstance(value, int | float) and not isinstance(value, bool)
   try:
     return is_real and math.isfinite(value)
@@ -126,7 +129,7 @@ def check(folder: str, place: str = '') -> run_state.RunState:
 
   Raises:
     Misconfigured: the folder does not belong to a run of `train`, or its files
-      have another schema.
+      have a schema that this version does not read.
   """
   place = place or folder
   state = run_state.read_from(pathlib.Path(folder), place)
@@ -151,7 +154,7 @@ def read(folder: str, place: str = '') -> Run:
     place: the address of the run, if the folder was downloaded from a bucket.
 
   Raises:
-    Misconfigured: `check` raises it, or the run has written no metrics yet.
+    Misconfigured: as for `check`, or the run has written no metrics yet.
   """
   place = place or folder
   state = check(folder, place)
@@ -189,9 +192,10 @@ def dialogue_files(
 def dialogues(
   path: pathlib.Path, losses: list[str]
 ) -> list[tuple[bytes, dict[str, Any]]]:
-  """Returns (line, dialogue) of each dialogue in a file.
+  """Returns (line, parsed line) of each dialogue in a file.
 
-  A message about each line that is left out is added to `losses`.
+  Lines that are no dialogues are left out. A message about each of them is
+  added to `losses`.
   """
   found = []
   for line, record in _objects(path, losses):
@@ -221,7 +225,7 @@ def _is_turn(turn: Any) -> bool:
 
 
 def _is_tokens(tokens: Any) -> bool:
-  """Returns whether a turn's `tokens` have valid lists, one value per token."""
+  """Returns whether the values of a turn's tokens are complete and valid."""
   if not _has(tokens, list, 'characters', 'clipped'):
     return False
   characters = tokens['characters']
@@ -242,7 +246,7 @@ def _is_tokens(tokens: Any) -> bool:
 
 
 def _has(record: Any, kind: type, *names: str) -> bool:
-  """Returns whether a record is a dict whose named values have a type."""
+  """Returns whether a record is a dict with values of a type under `names`."""
   return isinstance(record, dict) and all(
     isinstance(record.get(name), kind) for name in names
   )
@@ -253,7 +257,7 @@ def _is_number_or_none(value: Any) -> bool:
 
 
 def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
-  """Returns the flat config of a run, or {} if the config cannot be read."""
+  """Returns `Run.recorded`; if it cannot be read, adds a message to `losses`."""
   path = folder / 'config.json'
   try:
     config = settings.flatten(json.loads(path.read_text('utf-8')))
@@ -266,9 +270,10 @@ def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
 def _objects(
   path: pathlib.Path, losses: list[str]
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-  """Yields (line, object) of a file that has one JSON object per line.
+  """Yields (line, parsed line) of a file with one JSON object on each line.
 
   The yielded lines are strict JSON: a number that is not finite becomes null.
+  A message about each line that is left out is added to `losses`.
   """
   try:
     text = path.read_bytes()
@@ -277,7 +282,7 @@ def _objects(
   except OSError as error:
     losses.append(f'{path}: {error.strerror}')
     return
-  # The text after the last line break is empty, or a line that was cut off.
+  # The text after the last line break is empty, or is a line that was cut off.
   *lines, rest = text.split(b'\n')
   for number, line in enumerate(lines, start=1):
     try:

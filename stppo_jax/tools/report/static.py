@@ -63,16 +63,17 @@ def _picture(
   steps = [step for points in curves.values() for step, *_ in points]
   means = [mean for points in curves.values() for _, mean, *_ in points]
   left, low = min(steps), min(means)
-  # A single step, or a constant curve, has an extent of 0. It is replaced by 1,
-  # because the sizes are divided by it.
+  # If there is only one step, or if all means are equal, the curves have a
+  # width or a height of 0. The scale would divide by 0, so it divides by 1.
   across = _WIDTH / (max(steps) - left or 1)
   up = _HEIGHT / (max(means) - low or 1.0)
   lines, keys = [], []
   for number, ((label, metric), points) in enumerate(curves.items()):
-    # With steps of 137 degrees, consecutive curves have very different hues.
+    # The hues of consecutive curves are 137 degrees apart, so they differ
+    # clearly.
     colour = f'hsl({137 * number % 360} 65% 50%)'
-    # Every nth point is drawn, with n rounded up, so that the picture of a long
-    # run stays small.
+    # Of a long run, only every nth point is drawn, with the least n for which
+    # there are at most `_POINTS` points. So the picture stays small.
     places = ' '.join(
       f'{across * (step - left):.1f},{_HEIGHT - up * (mean - low):.1f}'
       for step, mean, *_ in points[:: -(-len(points) // _POINTS)]

@@ -14,7 +14,7 @@ from stppo_jax.tools.report import comparison
 from stppo_jax.tools.report import run_files
 from stppo_jax.training import alarms as alarms_lib
 
-_LAST = 10  # steps
+_LAST = 10  # the number of steps whose mean is a "last" value
 _EVALUATION = 'val/'  # followed by the name of the score and of the data set
 _TOKENS = 'turn_length/tokens/turn_'
 LEVELS = ('token', 'turn', 'sentence', 'sequence')
@@ -37,7 +37,8 @@ class Line(NamedTuple):
 
   Attributes:
     name: the name of the value that the line shows.
-    value: returns the value of a run, or None if the run has no such value.
+    value: a function that returns the value of a run; None if the run has no
+      such value.
     digits: the number of decimal places.
     note: the explanation that is shown beside the name.
   """
@@ -66,14 +67,14 @@ class Alarm(NamedTuple):
 
 
 def lines(runs: Sequence[run_files.Run]) -> list[Line]:
-  """Returns the lines of the summary for which some run has a value."""
+  """Returns the lines of the summary that have a value for at least one run."""
   return [
     line for line in _LINES if any(line.value(run) is not None for run in runs)
   ]
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
-  """Returns the mean, min, max and count of values, or None without values."""
+  """Returns mean, min, max and count of the numbers in values; None if none."""
   numbers = [value for value in values if value is not None]
   if not numbers:
     return None
@@ -96,7 +97,11 @@ def text(spread: Mapping[str, Any] | None, digits: int) -> str:
 
 
 def rows(contents: Mapping[str, Any]) -> list[list[str]]:
-  """Returns the summary of `page.contents` as rows of texts."""
+  """Returns the summary as rows of texts: a name, and a spread of each group.
+
+  Args:
+    contents: the result of `page.contents`.
+  """
   return [
     [row['name'], *(text(x, row['digits']) for x in row['groups'])]
     for row in contents['summary']
@@ -107,9 +112,10 @@ def outside_by_turn(run: run_files.Run) -> dict[str, list[list[float]]]:
   """Returns the share of tokens outside the bounds by level and turn.
 
   Returns:
-    Level -> [turn, share of the tokens of all steps, number of these tokens]
-    for each turn. Runs of earlier versions did not record the number of tokens.
-    For these runs the share is the mean over the steps, and the number is 0.
+    For each level of the ratio, a list [turn, share, tokens] for each turn. The
+    share is over the tokens of all steps, and `tokens` is their number. Runs of
+    earlier versions did not record the number of tokens. For these runs the
+    share is the mean over the steps, and the number is 0.
   """
   shares: dict[str, list[list[float]]] = {}
   for level in LEVELS:
@@ -130,9 +136,14 @@ def outside_by_turn(run: run_files.Run) -> dict[str, list[list[float]]]:
 def _weighted(
   shares: Mapping[int, float], tokens: Mapping[int, float]
 ) -> tuple[float, float]:
-  """Returns the mean of shares, weighted by tokens, and the sum of tokens."""
-  # Steps in which few dialogues have a late turn must count less than steps in
-  # which many dialogues have one, so a step is weighted by its tokens.
+  """Returns the mean of the steps' shares, and the number of all tokens.
+
+  Args:
+    shares: the share of tokens outside the bounds, by step.
+    tokens: the number of tokens, by step, which is the weight of the step.
+  """
+  # A late turn occurs in few dialogues of some steps, and in many dialogues of
+  # other steps. These other steps must count more.
   counts = [tokens[step] if step in tokens else 0.0 for step in shares]
   # Runs of earlier versions did not record the number of tokens. Their steps
   # have equal weights.
@@ -154,7 +165,10 @@ def phases(run: run_files.Run) -> dict[str, float]:
 def evaluation_table(
   groups: Sequence[comparison.Group],
 ) -> list[dict[str, Any]]:
-  """Returns the last and the best value of each evaluation metric by group."""
+  """Returns the last and the best value of each evaluation metric.
+
+  Each value is a spread over the runs of a group.
+  """
   runs = [run for members in groups for run in members.runs]
   names = dict.fromkeys(
     name for run in runs for name in run.columns if name.startswith(_EVALUATION)
@@ -211,7 +225,7 @@ def _last_of(
 
 
 def _evaluations(run: run_files.Run) -> dict[int, float]:
-  """Returns step to score, for each evaluation of a run."""
+  """Returns the score of each evaluation of a run, by step."""
   by_step: dict[int, dict[str, float]] = {}
   for name, column in run.columns.items():
     if name.startswith(_EVALUATION):
@@ -230,13 +244,14 @@ def _best_step(run: run_files.Run) -> float | None:
 
 
 def _largest_ratio(run: run_files.Run) -> float | None:
-  # Only the level whose ratio the objective clips counts.
+  # The ratios of all levels are recorded, but the objective clips only the
+  # ratio of this level.
   level = run.recorded.get('algorithm.ratio.level', 'token')
   return _best(run.column(f'ratio/{level}/max'))
 
 
 def _triggered(run: run_files.Run) -> float | None:
-  """Returns the share of steps in which the correction changed the loss."""
+  """Returns the share of steps in which corrections lowered the loss weights."""
   scales = run.column('stab/scale').values()
   return statistics.fmean(x < 1.0 for x in scales) if scales else None
 
@@ -324,8 +339,8 @@ _LINES = (
   Line('seconds per step', _median_seconds, 2, 'median over the steps'),
   Line('hours', _hours, 2, 'all steps and checkpoints together'),
   Line(
-    # Goodput and steps made again are totals since the first start, so only
-    # their newest values are right. A mean over steps would be out of date.
+    # Goodput and the number of steps made again are totals since the first
+    # start. So their newest values are shown, and not means over steps.
     'goodput',
     _last_of('goodput/fraction', 1),
     3,

@@ -13,7 +13,7 @@ from stppo_jax.tools.report import dialogue_data
 from stppo_jax.tools.report import run_files
 
 STATUSES = tuple(status.value for status in types.TrajectoryStatus)
-_QUESTION = 60  # characters of a question in the list
+_QUESTION = 60  # the most characters of a question in the list
 _TITLES = 'no. reward status turns searches clipped question'.split()
 
 
@@ -40,7 +40,8 @@ def lines(folder: str, losses: list[str], flags: Any) -> list[str]:
     flags: the flags of the command `view`. Its help text describes them.
 
   Raises:
-    Misconfigured: the run has no such step, or the step no such dialogue.
+    Misconfigured: the run has no dialogues of this step, or the step has no
+      dialogue with this number.
   """
   kind = run_files.EVALUATED if flags.evaluation else run_files.SAMPLED
   # Each host writes its own file, so a step may have several files.
@@ -83,7 +84,7 @@ def table(records: Mapping[int, Mapping[str, Any]]) -> list[str]:
   """Returns the lines of a table of dialogues.
 
   Args:
-    records: number of a dialogue in its step to the dialogue.
+    records: the dialogues, keyed by their numbers in the step.
   """
   rows: list[Sequence[str]] = [_TITLES]
   for number, record in records.items():
