@@ -1,4 +1,4 @@
-"""Collects and annotates a batch, updates the models, and returns the arrays.
+"""Collects and annotates a batch, updates the models, and saves all arrays.
 
 B trajectories, L tokens. Trajectories are sampled, and annotated with
 log-probabilities, values and advantages. Then some updates change the models,
@@ -50,7 +50,9 @@ def write(
 ) -> None:
   """Collects a new saved batch, writes it to a file, and prints its size.
 
-  For the other arguments see `collect`.
+  Args:
+    config, workdir, num_updates, continuations: see `collect`.
+    out: the path of the file.
 
   Raises:
     Misconfigured: the file cannot be written.
@@ -194,7 +196,7 @@ def _sampled_values(
 
 
 def _with_start(config, workdir):
-  """Returns the config with the path of the weights that it starts from.
+  """Returns the config; `model.path` has the weights that the run starts from.
 
   Raises:
     Misconfigured: the run has not made these weights yet, or `workdir` is not
@@ -214,7 +216,7 @@ def _with_start(config, workdir):
 
 
 def _one_epoch(config):
-  """Returns the config of a learner that gets one minibatch at a time.
+  """Returns a config with one epoch, because minibatches are made one by one.
 
   `learner.minibatches` makes `num_epochs` passes over the rows that it gets.
   Here it gets the rows of a single minibatch, over which one pass is made.
@@ -227,9 +229,9 @@ def _one_epoch(config):
 def _newest(
   learner: learner_lib.Learner, state: state_lib.TrainState, workdir
 ) -> tuple[int, state_lib.TrainState]:
-  """Returns the steps done and the state of the newest checkpoint, if any.
+  """Returns the number of steps done, and the state of the newest checkpoint.
 
-  Without a checkpoint, these are 0 and the given state.
+  Without a checkpoint, the result is 0 and the given state.
   """
   with contextlib.closing(
     checkpoint.Checkpointer(workdir, read_only=True)
@@ -238,10 +240,11 @@ def _newest(
   if restored is None:
     return 0, state
   step, state, host = restored
-  # An adaptive controller has changed the coefficient since the start of the
-  # run. This collection uses the coefficient that the run would use now.
+  # An adaptive controller may have changed the coefficient since the start of
+  # the run. This collection uses the coefficient that the run would use now.
   learner.kl_coefficient = host['kl_coefficient']
-  # The run may keep policies for its later steps, which are not needed here.
+  # The checkpoint may hold earlier policies, with which the run collects ahead.
+  # They are not needed here.
   return step, dataclasses.replace(state, published=())
 
 
@@ -257,7 +260,7 @@ def _arrays(batch: batch_lib.TokenBatch) -> dict[str, np.ndarray]:
 def _updated(
   learner: learner_lib.Learner, state: state_lib.TrainState, batch
 ) -> dict[str, np.ndarray]:
-  """Returns the outputs of a state's models for all tokens of a batch."""
+  """Returns, by name, the outputs of a state's models for a batch's tokens."""
   tokens_BL, expert_ids = distributed.from_local_rows(
     (batch.tokens_BL, batch.expert_ids), sharding.batch_sharding(learner.mesh)
   )

@@ -18,11 +18,10 @@ from stppo_jax.tools.lab import saved_batch
 SILENCED = 'silenced'
 
 
-# Label -> an algorithm and the arrays on which it is computed. The arrays are
-# the `lab.required_arrays` of the algorithm, as `saved_batch.select` returns
-# them. All arrays are of one batch, but each algorithm may have its own
-# advantages. The same algorithm may have several labels, with different
-# settings.
+# Maps a label to an algorithm and the arrays on which it is computed. The
+# arrays are the `lab.required_arrays` of the algorithm, as returned by
+# `saved_batch.select`. All arrays are of one batch, but each algorithm may have
+# its own advantages. The same algorithm with other settings has another label.
 Compared = Mapping[str, tuple[algorithm_lib.Algorithm, saved_batch.Arrays]]
 
 
@@ -30,10 +29,11 @@ class Comparison(NamedTuple):
   """The result of a comparison, by the labels of the algorithms.
 
   Attributes:
-    metrics: by label, the metrics of `lab.loss_and_gradient`, and `silenced`.
-    cosines: by two labels, the cosine of the gradients of both algorithms; 0 if
-      a gradient is 0 everywhere.
-    levels: by label, the level of the algorithm's ratio.
+    metrics: for each label, the metrics of `lab.loss_and_gradient`, and
+      `silenced`, the share of policy tokens that are silenced.
+    cosines: for each pair of labels, the cosine between the gradients of both
+      algorithms; 0 if a gradient is 0 everywhere.
+    levels: for each label, the level of the algorithm's ratio.
   """
 
   metrics: dict[str, dict[str, float]]
@@ -42,11 +42,11 @@ class Comparison(NamedTuple):
 
 
 def compare(compared: Compared) -> Comparison:
-  """Computes every algorithm without an entropy bonus, and compares them.
+  """Computes every algorithm without entropy bonus, and compares the results.
 
   Raises:
     saved_batch.NotFinite: a result is too large for the precision; the message
-      begins with the label of its algorithm.
+      begins with the label of the algorithm.
   """
   metrics, directions = {}, {}
   for label, (algorithm, arrays) in compared.items():
@@ -75,11 +75,11 @@ def _silenced_share(
 
 
 def _direction(x: np.ndarray) -> np.ndarray:
-  """Returns x / |x|, or 0 where x is 0 everywhere."""
+  """Returns x / |x|; if all elements of x are 0, returns x."""
   largest = np.abs(x).max(initial=0.0)
   if not largest:
     return x
-  x = x / largest  # otherwise the squares of small numbers underflow
+  x = x / largest  # otherwise the squares of small numbers would become 0
   return x / np.linalg.norm(x)
 
 
@@ -114,7 +114,7 @@ def table(comparison: Comparison, *, own_advantages: bool) -> str:
   matrix: list[tuple[str, ...]] = [('cosine', *labels)]
   for a in labels:
     cosines = (comparison.cosines[a][b] for b in labels)
-    # A gradient that is 0 everywhere has no direction.
+    # A gradient that is 0 everywhere has no direction, and so no cosines.
     known = (
       comparison.cosines[a][a] and comparison.cosines[b][b] for b in labels
     )

@@ -1,4 +1,4 @@
-"""Samples the values of prefixes of dialogues by continuing each many times.
+"""Samples the values of prefixes of dialogues, by continuing each prefix.
 
 The value of a prefix is the mean of the rewards that follow when the policy
 continues the dialogue after the prefix. A critic learns these values, and this
@@ -34,14 +34,14 @@ _FAILED = types.TrajectoryStatus.INFRA_ERROR
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-  """The beginning of a dialogue.
+  """The beginning of a dialogue, up to a cut inside or before a turn.
 
   Attributes:
-    row, position: the row of the dialogue in the batch, and the position of the
-      first token that the prefix lacks.
+    row: the row of the dialogue in the batch.
+    position: the position of the first token after the prefix.
     trajectory: the whole dialogue.
     turn: the number of the turn that is cut, from 0.
-    written: the number of tokens of this turn that the prefix has.
+    written: the number of tokens of this turn that are in the prefix.
   """
 
   row: int
@@ -74,7 +74,8 @@ def _of_one(row: int, trajectory: types.Trajectory) -> Iterator[Prefix]:
   position = len(trajectory.prompt_ids)
   for number, turn in enumerate(trajectory.turns):
     length = len(turn.token_ids)
-    # A set, because in a turn of one token, the first token is also the last.
+    # In a turn of one token, the first token is also the last. The set makes
+    # one prefix of both.
     for written in sorted({0, length - 1}) if length else ():
       yield Prefix(row, position + written, trajectory, number, written)
     position += length + len(turn.observation_ids)
@@ -132,10 +133,9 @@ class Sampled(NamedTuple):
   """The rewards of the continuations of a prefix.
 
   Attributes:
-    row, position: the row and position of the first token that the prefix
-      lacks.
+    row, position: see `Prefix`.
     rewards: for each continuation that the infrastructure did not fail, the sum
-      of its rewards after the prefix.
+      of its rewards.
   """
 
   row: int
@@ -187,17 +187,18 @@ def sample(
 def as_arrays(
   sampled: Sequence[Sampled], shape: tuple[int, int]
 ) -> dict[str, np.ndarray]:
-  """Returns sampled values as arrays of a packed batch.
+  """Returns sampled values as arrays with an element for each token.
 
   Args:
     sampled: the result of `sample`.
     shape: B and L of the batch.
 
   Returns:
-    oracle_values_BL, the mean of the sampled rewards of a prefix;
-    oracle_variances_BL, their unbiased variance; and oracle_counts_BL, their
-    number. All three are 0 at tokens where nothing was sampled, or where fewer
-    than two continuations succeeded.
+    The arrays by name: oracle_values_BL, the mean of the sampled rewards of the
+    prefix before the token; oracle_variances_BL, the unbiased variance of these
+    rewards; and oracle_counts_BL, the number of these rewards. All three are 0
+    at tokens where nothing was sampled, or where fewer than two continuations
+    succeeded.
   """
   values_BL, variances_BL = np.zeros((2, *shape), np.float32)
   counts_BL = np.zeros(shape, np.int32)
@@ -228,7 +229,7 @@ class _Cut(types.Question):
 
 
 class _Prompt(str):
-  """The prompt of a dialogue, with the token ids of the prefix to continue."""
+  """The prompt of a question, with the token ids of the prefix to continue."""
 
   token_ids: np.ndarray
 
@@ -255,12 +256,13 @@ class _Tokenizer:
     self._encode_prompt = tokenizer.encode_prompt
 
   def encode_prompt(self, text: str, *, tools: Any = ()) -> np.ndarray:
-    """Returns the tokens of a prefix, or encodes any other text."""
+    """Returns the prefix's tokens for a `_Prompt`, and encodes other texts."""
     # The recorded ids are returned. If the text were encoded again, it might be
     # cut into other tokens than the policy chose.
     if isinstance(text, _Prompt):
       return text.token_ids
-    # A plain text is the question of an episode that could not be opened.
+    # The collector passes a plain text, the question, if no episode could be
+    # opened.
     return self._encode_prompt(text, tools=tools)
 
 
@@ -274,13 +276,13 @@ class _Environment:
     self.tags, self.tools = environment.tags, environment.tools
 
   def prompt(self, question: _Cut) -> _Prompt:
-    """Returns the prompt of the dialogue, with the token ids of the prefix."""
+    """Returns the prompt of the question, with the token ids of the prefix."""
     prompt = _Prompt(self._environment.prompt(question))
     prompt.token_ids = question.prefix.token_ids
     return prompt
 
   def episode(self, question: _Cut) -> '_Episode':
-    """Returns an episode that continues the prefix of a question."""
+    """Returns an episode that continues `question.prefix`."""
     prefix = question.prefix
     recorded = prefix.trajectory.turns
     return _Episode(
@@ -314,7 +316,10 @@ class _Episode:
   async def step(
     self, question: _Cut, turn_index: int, text: str
   ) -> protocol.Step:
-    """Answers a turn of the continuation, after the recorded turns."""
+    """Answers a turn of the continuation.
+
+    Before the first turn, the episode steps through the recorded turns.
+    """
     del question  # the environment does not know the type `_Cut`
     if turn_index == 0:
       # The answers to the recorded turns are known. These steps are made for
@@ -341,7 +346,7 @@ class _Episode:
     texts: Sequence[str],
     status: types.TrajectoryStatus,
   ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the rewards of the whole dialogue, with its recorded turns."""
+    """Returns the rewards of the whole dialogue, recorded turns included."""
     del question
     whole = [*self._texts, self._begun + ''.join(texts[:1]), *texts[1:]]
     return self._episode.rewards(self._question, prompt, whole, status)

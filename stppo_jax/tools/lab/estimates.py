@@ -1,8 +1,8 @@
 """Computes the advantages of an estimator on a saved batch.
 
 B trajectories, L tokens. Nothing is random and nothing is trained. The rewards
-come from the file. `penalized` subtracts a KL penalty from them, as a run
-with `kl.where` = 'reward' does.
+come from the file. `penalized` subtracts a KL penalty from the rewards, as a
+run with `kl.where` = 'reward' does.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def build_estimator(options: Mapping) -> Any:
   """Returns the estimator that options describe, see `rl.advantages`.
 
   Raises:
-    ValueError: an option is wrong; the message has a line for each.
+    ValueError: options are wrong; the message has a line for each wrong option.
   """
   lines = options_lib.check(advantages_lib.ADVANTAGES, options, 'advantage')
   if lines:
@@ -55,7 +55,7 @@ def required_arrays(estimator: Any) -> frozenset[str]:
 
 
 def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
-  """Checks the rules of an estimator that `saved_batch.select` does not check.
+  """Checks what an estimator needs and `saved_batch.select` does not check.
 
   Raises:
     ValueError: turn ids decrease within a row, so turns have no clear
@@ -70,9 +70,9 @@ def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
       f'group_ids_B: some rows must share an id, because {estimator.name} '
       'compares the rows of a group; with groups of one all advantages are 0'
     )
-  # Ids are 0 between two turns. So the id of a token is compared with the
-  # highest id so far, and not with the id of the token before it.
-  ids_BL = arrays['turn_ids_BL']  # 0 off the loss mask
+  # Turn ids are 0 between two turns. So the id of a token is compared with the
+  # highest id before it, and not with the id of the token before it.
+  ids_BL = arrays['turn_ids_BL']
   highest_BL = np.maximum.accumulate(ids_BL, axis=1)
   wrong_BL = (ids_BL > 0) & (ids_BL < highest_BL)
   if wrong_BL.any():

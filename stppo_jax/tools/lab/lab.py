@@ -34,7 +34,7 @@ _ALWAYS_REQUIRED = (
   'old_logprobs_BL',
   'advantages_BL',
 )
-# The arrays that only add metrics, and do not change the loss.
+# The arrays that only add metrics if an algorithm does not require them.
 OPTIONAL_ARRAYS = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
 _TURN_Z = 'turn_z_BL'
 _MAY_BE_INFINITE = ('low_BL', 'high_BL')
@@ -45,7 +45,7 @@ def required_arrays(
 ) -> frozenset[str]:
   """Returns the names of the arrays that `loss_and_gradient` reads."""
   names = algorithm.needs | set(_ALWAYS_REQUIRED)
-  if _TURN_Z in names:  # computed from the rewards, as in annotate
+  if _TURN_Z in names:  # computed from two other arrays, see `_differentiate`
     names = names - {_TURN_Z} | {'rewards_BL', 'group_ids_B'}
   if entropy_coefficient:
     names |= {'entropy_BL'}
@@ -81,8 +81,8 @@ def loss_and_gradient(
     saved_batch.NotFinite: the loss, its gradient or a metric that a correction
       uses is too large for the precision.
   """
-  # The loss takes an entropy even if its coefficient is 0. Without an array of
-  # entropies it gets zeros, and the metric that follows from them is removed
+  # The loss takes entropies even if their coefficient is 0. If the batch has no
+  # entropies, the loss gets zeros, and the metric of the entropy is removed
   # below.
   zeros_BL = np.zeros_like(arrays['logprobs_BL'])
   results, diagnostics, metrics = jax.device_get(
@@ -101,7 +101,7 @@ def loss_and_gradient(
     metrics |= diagnostics_lib.summarize(diagnostics)
   if 'entropy_BL' not in arrays:
     del metrics['actor/entropy']  # the entropy is unknown, not 0
-  metrics = {'loss': float(results['loss'])} | metrics  # printed first
+  metrics = {'loss': float(results['loss'])} | metrics  # the loss comes first
   saved_batch.check_finite(
     {name: x for name, x in results.items() if name not in _MAY_BE_INFINITE}
     | {
@@ -141,11 +141,12 @@ def _differentiate(
     terms, loss = loss_terms(logprobs_BL)
     return terms.policy + terms.other, loss
 
-  # The metric exists for every algorithm. It is 0 if the gradient is not
-  # divided by a norm.
+  # The metric of this norm exists for every algorithm. It is 0 if the gradient
+  # is not divided by the norm.
   bias_norm = jnp.zeros(())
   # The division needs a separate gradient of the bias, so the terms of the loss
-  # are differentiated one by one. All other algorithms need one backward pass.
+  # are differentiated one by one. Without the division, there is one backward
+  # pass.
   if algorithm.divides_by_bias_norm:
     gradients, loss = clipping_bias_lib.term_gradients(loss_terms, logprobs_BL)
     gradient_BL, bias_norm = clipping_bias_lib.divide_by_bias_norm(

@@ -1,4 +1,4 @@
-"""Measures the ratios of a saved batch at every level, and their bounds.
+"""Measures the ratios of a saved batch at every level, and algorithms' bounds.
 
 B trajectories, L tokens. At each level, such as turn or sequence, tokens form
 segments. The log-ratio of a segment is the mean of the log-ratios of its
@@ -49,8 +49,8 @@ class Levels(NamedTuple):
   """The ratios of a saved batch, and the bounds of algorithms on them.
 
   Attributes:
-    log_ratios: by level, the log-ratio of each segment.
-    bounds: by label of an algorithm, its bounds.
+    log_ratios: for each level, the log-ratio of each segment.
+    bounds: the bounds of each algorithm, by the label of the algorithm.
   """
 
   log_ratios: dict[str, np.ndarray]
@@ -73,8 +73,8 @@ def measure(compared: comparison.Compared) -> Levels:
       bounds[label] = Bounds(algorithm.ratio.level, nan, nan, nan, nan)
       continue
     level = algorithm.ratio.level
-    # Some rules set different bounds for each token or turn, so the bounds are
-    # taken from a computed loss and not from the options.
+    # Some clip rules set different bounds for each token or turn. So the bounds
+    # are taken from a computed loss and not from the options.
     found = lab.loss_and_gradient(algorithm, arrays, entropy_coefficient=0.0)
     low, high, ratio = (
       found.arrays[name][mask_BL] for name in ('low_BL', 'high_BL', 'ratio_BL')
@@ -115,9 +115,9 @@ def _log_ratios(arrays: saved_batch.Arrays) -> dict[str, np.ndarray]:
       reduce='mean',
       num_turns=num_turns,
     )
-    # Segment ids repeat from row to row, so the row is made a part of the
-    # number of a segment. All tokens of a segment have one ratio, so the ratio
-    # of its first token is taken.
+    # Segments of different rows may have the same id, so a segment's number is
+    # made from row and id. All tokens of a segment have one ratio, so the ratio
+    # of the first token is taken.
     numbers = np.arange(len(mask_BL))[:, None] * (mask_BL.shape[1] + 1) + ids_BL
     _, firsts = np.unique(np.asarray(numbers)[mask_BL], return_index=True)
     found[level] = np.asarray(ratio_BL)[mask_BL][firsts]
@@ -136,7 +136,7 @@ def table(levels: Levels) -> str:
   ]
   for label, x in levels.bounds.items():
     cells = [
-      f'{x.low:.5g}' if x.low > 0 else 'none',  # no ratio is below 0
+      f'{x.low:.5g}' if x.low > 0 else 'none',  # every ratio is above 0
       f'{x.high:.5g}',
       f'{x.below:.2%}',
       f'{x.above:.2%}',

@@ -1,9 +1,11 @@
-"""Computes algorithms and estimators on a saved batch, on CPU, and prints them.
+"""Computes algorithms and estimators on a saved batch, and prints the results.
 
-Every public function is a command of `lab`. It takes the flags of the command,
-and options. The options of an algorithm or an estimator are the flag that names
-it, a section of a config, and the flags that have set keys of this section. A
-function raises `Misconfigured` for files and options that do not fit.
+Everything is computed on CPU. Every public function is a command of `lab`. It
+takes the flags of the command, and options. The options of an algorithm or an
+estimator are a tuple: the flag that names the algorithm or estimator, the
+section of a config that describes it, and a mapping from keys of this section
+to the flags that have set them. A function raises `Misconfigured` for files and
+options that do not fit.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,8 +39,8 @@ _Options = tuple[str, Any, Mapping[str, str]]
 def score(flags: Any, options: _Options) -> None:
   """Prints the metrics of an algorithm and writes its loss and gradient."""
   name, coefficient = flags.algorithm, flags.entropy_coefficient
-  # The whole computation is inside this context. Outside, jit would silently
-  # round float64 arrays to float32.
+  # The whole computation is inside this context. Outside of it, jit would
+  # silently round float64 arrays to float32.
   with jax.enable_x64(flags.float64):
     algorithm = _build(algorithm_lib.build_algorithm, options)
     loaded = _load(flags, {name: algorithm}, entropy_coefficient=coefficient)
@@ -85,7 +87,7 @@ def _own_advantages(
   algorithm: algorithm_lib.Algorithm,
   loaded: saved_batch.Arrays,
 ) -> np.ndarray:
-  """Returns the advantages that an algorithm's estimator gives for a file."""
+  """Returns the advantages by an algorithm's estimator on the loaded arrays."""
   estimator: Any = algorithm.advantage
   required = estimates.required_arrays(estimator)
   is_penalized = algorithm.kl.where == 'reward'
@@ -119,8 +121,8 @@ def compare(flags: Any, options: Mapping[str, _Options]) -> None:
       label: _finite(flags, metrics, f'{label}: ')
       for label, metrics in result.metrics.items()
     }
-    # The key 'rows' is older than the word algorithm here. It stays, because
-    # scripts read it.
+    # The key 'rows' has the metrics of the algorithms. It keeps this old name,
+    # because scripts read it.
     print(_json({'rows': metrics, 'cosines': result.cosines}))
   else:
     own = flags.advantages == OWN
@@ -138,7 +140,7 @@ def levels(flags: Any, options: Mapping[str, _Options]) -> None:
 
 
 def values(flags: Any, options: None) -> None:
-  """Prints how a critic and all estimators agree with sampled values."""
+  """Prints how well a critic and all estimators agree with sampled values."""
   del options
   with jax.enable_x64(flags.float64), exits.naming(f'--batch={flags.batch}'):
     loaded = saved_batch.load(flags.batch)
@@ -157,7 +159,7 @@ def values(flags: Any, options: None) -> None:
 
 
 def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
-  """Returns the advantages by each estimator whose arrays a file has."""
+  """Returns the advantages by each estimator that can be computed on a file."""
   advantages, missing = {}, []
   for name in defaults.DEFAULTS['advantage']:
     estimator = estimates.build_estimator(defaults.choice('advantage', name))
@@ -167,8 +169,8 @@ def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
       arrays = saved_batch.select(loaded, readers, dtype=_dtype(flags))
       estimates.check(estimator, arrays)
       found = estimates.estimate(estimator, arrays)
-    # A file without values or without groups is enough for some estimators, so
-    # an error of one estimator does not end the command.
+    # Some estimators need no values or no groups. So an error of one estimator
+    # does not end the command.
     except ValueError:
       missing.append(name)
     else:
@@ -191,7 +193,7 @@ def _draw(flags: Any, page: str, *contents: Any) -> None:
     *contents: the arguments of this function.
   """
   if flags.plot:
-    # Imported late, because this loads matplotlib.
+    # These imports load matplotlib, which takes time.
     from stppo_jax.records import plots
     from stppo_jax.tools.lab import pictures
 
@@ -234,7 +236,7 @@ def _load(
   *,
   entropy_coefficient: float,
 ) -> comparison.Compared:
-  """Returns algorithms with the checked arrays that they are computed on.
+  """Returns each algorithm with the checked arrays on which it is computed.
 
   Optional arrays only add metrics. An optional array that is not valid is left
   out, and a warning is printed.
@@ -295,7 +297,7 @@ def _finish(flags: Any, found: saved_batch.Result) -> None:
 def _finite(
   flags: Any, metrics: Mapping[str, float], subject: str = ''
 ) -> dict[str, float]:
-  """Returns the finite metrics; warns of metrics that JSON cannot hold."""
+  """Returns the finite metrics; prints a warning about all other metrics."""
   names = [name for name, x in metrics.items() if not math.isfinite(x)]
   if names:
     dtype = _dtype(flags).__name__

@@ -16,18 +16,18 @@ from stppo_jax.tools.lab import values as values_lib
 
 _SHOWN = {'cut': 'Cut', 'weakened': 'Weakened', 'amplified': 'Amplified'}
 _NUM_BINS = 60
-# The share of the segments that may lie beyond each end of a histogram's axis.
+# The share of segments that may lie outside of a histogram, on each side.
 _TAIL = 0.01
 
 
 def comparison_page(
   compared: comparison.Comparison, changes: token_changes.Changes
 ) -> figure.Figure:
-  """Draws the changes of tokens, and the cosines between gradients.
+  """Draws which tokens algorithms change, and the cosines between gradients.
 
   Args:
     compared: the comparison of some algorithms.
-    changes: the changes that the same algorithms make to tokens.
+    changes: the shares of tokens that the same algorithms change.
   """
   labels = list(compared.cosines)
   with matplotlib.rc_context(plots.STYLE):
@@ -76,7 +76,7 @@ def _draw_cosines(axes, cosines: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def levels_page(levels: levels_lib.Levels) -> figure.Figure:
-  """Draws the ratios at each level, and the bounds of the algorithms there."""
+  """Draws the ratios at each level, with the bounds that apply there."""
   shown = levels.log_ratios
   tails = [np.quantile(x, (_TAIL, 1 - _TAIL)) for x in shown.values()]
   finite = [
@@ -95,8 +95,8 @@ def levels_page(levels: levels_lib.Levels) -> figure.Figure:
     )
     panels = np.atleast_1d(page.subplots(len(shown), 1, sharex=True))
     for axes, (level, x) in zip(panels, shown.items(), strict=True):
-      # Shares are drawn and not counts, because a batch has hundreds of tokens
-      # for each sequence.
+      # Shares of the segments are drawn and not counts, because a batch has
+      # hundreds of times more tokens than sequences.
       weights = np.full(len(x), 1 / len(x))
       axes.hist(x, edges, weights=weights, color='#BBBBBB')
       axes.set_title(f'{level}: {len(x)} segments, spread {x.std():.2g}')
@@ -112,7 +112,7 @@ def levels_page(levels: levels_lib.Levels) -> figure.Figure:
         text = f'{", ".join(labels)}: {outside:.1%} of the tokens outside'
         for bound in filter(math.isfinite, _log_bounds(bounds)):
           axes.axvline(bound, label=text, linewidth=1.2, **plots.line(i))
-          text = '_'  # both bounds share an entry of the legend
+          text = '_'  # the upper bound gets no entry of its own in the legend
       if alike:
         axes.legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
     panels[-1].set_xlabel('log-ratio, mean over the segment')
@@ -127,7 +127,7 @@ def _log_bounds(bounds: levels_lib.Bounds) -> tuple[float, float]:
 def values_page(
   arrays: saved_batch.Arrays, correlated: values_lib.Correlations
 ) -> figure.Figure:
-  """Draws sampled values over a critic's values, and the correlations.
+  """Draws sampled values against a critic's values, and the correlations.
 
   Args:
     arrays: the arrays that `values.values` takes.

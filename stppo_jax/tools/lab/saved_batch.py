@@ -11,8 +11,9 @@ of the fields of `batch.TokenBatch`, except for these arrays:
   oracle_*_BL     sampled values, see `continuations.as_arrays`
 
 Any program may write such a file, which needs only the arrays that a command
-reads. Array elements off the loss mask have no meaning and may be anything.
-Arrays with other names are ignored.
+reads. Array elements off the loss mask have no meaning and may be anything, but
+some estimators read values of observation tokens. Arrays with other names are
+ignored.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -102,7 +103,7 @@ _NOT_IN_TOKEN_BATCH = (
 
 
 def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-  """Returns those arrays of a file that `ARRAY_KINDS` lists.
+  """Returns the arrays of a file whose names are in `ARRAY_KINDS`.
 
   If the file has `values_BL` but no `old_values_BL`, the result has `values_BL`
   under both names.
@@ -139,13 +140,13 @@ def load_advantages(
 
   Args:
     path: the path of the file.
-    loss_mask_BL: the loss mask of the saved batch to which they belong.
+    loss_mask_BL: the loss mask of the saved batch that has these advantages.
     dtype: the dtype of the computation.
 
   Raises:
     OSError: there is no such file.
-    ValueError: the file has no advantages, or they have another shape than the
-      batch or are not finite on its loss mask.
+    ValueError: the file has no advantages, or the advantages have another shape
+      than the loss mask or are not finite on the loss mask.
   """
   arrays = {**load(path), 'loss_mask_BL': loss_mask_BL}
   readers = {
@@ -160,13 +161,13 @@ def select(
   """Returns the arrays that a computation reads, checked and converted.
 
   Masks become bool, ids int32, and real numbers `dtype`. Group and state ids
-  are renumbered, so that a file may use any integers for them. Turn, sentence
+  are renumbered, so a file may use any integers as these ids. Turn, sentence
   and state ids off the loss mask become 0.
 
   Args:
     arrays: the arrays of a batch file, see `load`.
-    readers: by name of each required array, the name of its reader, which error
-      messages say. One of these arrays is 'loss_mask_BL'.
+    readers: maps the name of each required array to the name of what reads the
+      array, for error messages. One of these arrays is 'loss_mask_BL'.
     dtype: the dtype of the computation.
 
   Raises:
@@ -200,7 +201,7 @@ def select(
     if ARRAY_KINDS[name] is _MASK:
       converted[name] = array.astype(bool)
     elif ARRAY_KINDS[name] is _REALS:
-      with np.errstate(over='ignore'):  # reported below, as inf
+      with np.errstate(over='ignore'):  # too large values are reported below
         converted[name] = array.astype(dtype)
       problems += not_finite(name, converted[name], mask_BL)
       if name.endswith('logprobs_BL'):
@@ -210,8 +211,8 @@ def select(
         problems += [locate(f'{name}: above 0', above)] if above.any() else []
     elif name in _IDS_FROM_1:
       problems += _out_of_range(name, array, mask_BL)
-      # Tokens off the mask may have any ids in a file. An id of 0 keeps them
-      # out of all segments, and prevents that a large id overflows int32.
+      # Tokens off the mask may have any ids in a file. These ids become 0, so
+      # the tokens are in no segment, and no large id overflows int32.
       converted[name] = np.where(mask_BL, array, 0).astype(np.int32)
     elif name == 'group_ids_B':
       converted[name] = _renumbered(array)
@@ -227,7 +228,7 @@ def select(
 def select_optional(
   arrays: Arrays, names: Iterable[str], *, dtype: type[np.floating]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-  """Returns the valid arrays of some optional arrays, and the errors.
+  """Returns the valid ones of some optional arrays, and lines about the others.
 
   Args:
     arrays: the arrays of a batch file, see `load`, with a valid loss_mask_BL.
@@ -268,11 +269,11 @@ def _num_axes(name: str) -> int:
 
 
 def not_finite(name: str, x_BL: np.ndarray, mask_BL: np.ndarray) -> list[str]:
-  """Returns a line about elements on the mask that are not finite, if any.
+  """Returns [a line] if elements on the mask are not finite; otherwise [].
 
   Args:
     name: the name of the array.
-    x_BL: the array, or a single number, for which the mask is not used.
+    x_BL: the array, or a single number. For a number, the mask is not used.
     mask_BL: true where elements must be finite.
   """
   problem = f'{name}: not finite in {x_BL.dtype}'
@@ -285,7 +286,7 @@ def not_finite(name: str, x_BL: np.ndarray, mask_BL: np.ndarray) -> list[str]:
 def _out_of_range(
   name: str, ids_BL: np.ndarray, mask_BL: np.ndarray
 ) -> list[str]:
-  """Returns a line about ids on the mask that are not in 1..L, if any."""
+  """Returns [a line] if ids on the mask are not in 1..L; otherwise []."""
   length = mask_BL.shape[1]
   wrong_BL = mask_BL & ((ids_BL < 1) | (ids_BL > length))
   if not wrong_BL.any():
@@ -295,13 +296,13 @@ def _out_of_range(
 
 
 def locate(problem: str, wrong: np.ndarray) -> str:
-  """Returns a line that says how many elements are wrong, and the first."""
+  """Returns a line: the problem, how many elements have it, and the first."""
   first = [int(i) for i in np.argwhere(wrong)[0]]
   return f'{problem}; {int(wrong.sum())} entries, the first at {first}'
 
 
 def _renumbered(ids: np.ndarray) -> np.ndarray:
-  """Returns ids 0, 1, ... in int32 that are equal where the given ids are."""
+  """Returns int32 numbers from 0 in place of ids; equal ids stay equal."""
   _, numbers = np.unique(ids, return_inverse=True)
   return numbers.reshape(ids.shape).astype(np.int32)
 
@@ -313,7 +314,7 @@ def _raise_if(problems: Iterable[str]) -> None:
 
 
 def token_batch(arrays: Arrays) -> batch_lib.TokenBatch:
-  """Returns a `TokenBatch` that holds the arrays of a result of `select`.
+  """Returns a `TokenBatch` with the given arrays, which `select` has returned.
 
   Required fields without an array are 0 or None, and optional fields are None.
   The field `values_BL` of the batch is the array `old_values_BL`.

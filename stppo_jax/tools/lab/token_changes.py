@@ -5,6 +5,9 @@ the gradient of the same algorithm at the old policy, where all ratios are 1. A
 KL term of the loss is left out of both gradients. A factor that all tokens
 share does not change the direction of the gradient, so all multipliers are
 divided by the median of the positive multipliers.
+
+The policy tokens are put into groups, for example by their turn. Such a
+division into groups is a grouping.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,14 +24,14 @@ from stppo_jax.tools.lab import saved_batch
 
 # A multiplier that differs from 1 by more than this counts as a change.
 _TOLERANCE = 0.1
-_MOST_TURNS = 8  # the last group has this turn and all later turns
-_NUM_LENGTHS = 8  # groups of turns of similar length
+_MOST_TURNS = 8  # the turns from this number on are one group
+_NUM_LENGTHS = 8  # the number of groups by the length of turns
 # The edges between the groups of log-ratios.
 _LOG_RATIOS = (-0.5, -0.2, -0.05, -0.01, 0.01, 0.05, 0.2, 0.5)
 
 
 class Groups(NamedTuple):
-  """Ordered groups of policy tokens.
+  """A grouping of policy tokens: several groups in an order.
 
   Attributes:
     labels: a label for each group.
@@ -40,7 +43,7 @@ class Groups(NamedTuple):
 
 
 class Shares(NamedTuple):
-  """The shares of tokens that an algorithm changes, one for each group.
+  """The shares of tokens that an algorithm changes; one element per group.
 
   Attributes:
     cut: the shares of tokens whose multiplier is 0 or negative. Their gradient
@@ -54,13 +57,13 @@ class Shares(NamedTuple):
   amplified: np.ndarray
 
 
-# By name of a grouping, its groups, and by label of an algorithm, the shares of
-# these groups.
+# Maps the name of a grouping to its groups, and to the shares of changed tokens
+# in these groups by the label of each algorithm.
 Changes = Mapping[str, tuple[Groups, Mapping[str, Shares]]]
 
 
 def measure(compared: comparison.Compared) -> Changes:
-  """Returns the changes of tokens by each algorithm, for each grouping."""
+  """Returns the shares of tokens that each algorithm changes, by grouping."""
   found = {label: multipliers(*x) for label, x in compared.items()}
   _, arrays = next(iter(compared.values()))
   return {
@@ -106,7 +109,7 @@ def multipliers(
 
 
 def shares(multipliers_BL: np.ndarray, groups: Groups) -> Shares:
-  """Returns the shares in each group; nan if a group has no multiplier."""
+  """Returns the shares of changed tokens; nan without a multiplier."""
 
   def share(of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     found = []
@@ -124,7 +127,7 @@ def shares(multipliers_BL: np.ndarray, groups: Groups) -> Shares:
 
 
 def groupings(arrays: saved_batch.Arrays) -> Mapping[str, Groups]:
-  """Returns groups of tokens by turn, length of the turn, and log-ratio."""
+  """Returns three groupings: by turn, by length of the turn, by log-ratio."""
   mask_BL = arrays['loss_mask_BL'].astype(bool)
   turns_BL = np.where(mask_BL, arrays['turn_ids_BL'], 0)
   most = min(int(turns_BL.max()), _MOST_TURNS)
@@ -151,9 +154,10 @@ def groupings(arrays: saved_batch.Arrays) -> Mapping[str, Groups]:
 
 
 def _by_length(lengths_BL: np.ndarray, mask_BL: np.ndarray) -> Groups:
-  """Returns groups of tokens by length, with about equal numbers of tokens.
+  """Returns groups of tokens by the lengths of the tokens' turns.
 
-  The label of a group is the median length of its tokens' turns.
+  The groups have about equal numbers of tokens. The label of a group is the
+  median of these lengths over the tokens of the group.
   """
   lengths = lengths_BL[mask_BL]
   inner = np.linspace(0, 1, _NUM_LENGTHS + 1)[1:-1]

@@ -2,9 +2,10 @@
 
 A saved batch has sampled values at some tokens, see `continuations`. At such a
 token, let m be the mean and s² the variance of the rewards of n continuations.
-The value V itself is not known: m estimates V with a noise of variance s²/n.
-This noise is subtracted from Var V and from mean (critic - V)², so that both
-estimate the figures for an infinite number of continuations.
+The value V itself is not known: m estimates V with a noise of variance s²/n. So
+m takes the place of V below, and the variance of the noise is subtracted from
+Var V and from mean (critic - V)². Then both estimate the figures for an
+infinite number of continuations.
 
   ceiling    Var V / (Var V + mean s²): the share of the variance of rewards
              that a perfect critic explains; the rest is luck
@@ -14,10 +15,11 @@ estimate the figures for an infinite number of continuations.
   slope      Cov(critic, V) / Var critic, which is 1 for a calibrated critic
 
 The sampled advantage of a turn is the sum of the rewards on its tokens, plus
-the value after the turn, minus the value before it. An estimator is judged by
-the correlation between this advantage and the mean of its own advantages over
-the turn. Because of the noise, even perfect advantages have a correlation below
-1: the root of the share of the variance that is not noise.
+the value after the turn, minus the value before the turn. An estimator is
+judged by the correlation between this sampled advantage and the mean over the
+turn of the estimator's advantages. Because of the noise, even perfect
+advantages have a correlation below 1: the root of the share of the sampled
+advantages' variance that is not noise.
 
 B trajectories, L tokens.
 """
@@ -59,10 +61,10 @@ class OfTurn(NamedTuple):
 
   Attributes:
     prefixes: the number of tokens of the turn that have a sampled value.
-    mean: the mean of these values.
-    spread: the standard deviation of these values.
+    mean: the mean of the sampled values.
+    spread: the standard deviation of the sampled values, without their noise.
     luck: the standard deviation of the rewards of continuations around the
-      value of their prefix.
+      value of the continued prefix.
     ceiling: the explained variance of a perfect critic.
     critic: the figures of the critic; None if the batch has no critic's values.
   """
@@ -82,8 +84,9 @@ class Correlations(NamedTuple):
     turns: the numbers of the turns that have sampled advantages.
     most: for each of these turns, the correlation that perfect advantages would
       have.
-    estimators: by name of an estimator, its correlation for each of these
-      turns; nan where its advantages or the sampled advantages do not vary.
+    estimators: maps the name of an estimator to the correlation of its
+      advantages, for each of these turns; nan where its advantages or the
+      sampled advantages are all equal.
   """
 
   turns: list[int]
@@ -126,7 +129,7 @@ def values(arrays: saved_batch.Arrays) -> dict[str, OfTurn]:
 
 
 def _of_places(arrays: saved_batch.Arrays, places_BL: np.ndarray) -> OfTurn:
-  """Returns the figures of the tokens where `places_BL` is true."""
+  """Returns the figures of the sampled values where `places_BL` is true."""
 
   def at_places(name: str) -> np.ndarray:
     return arrays[name][places_BL].astype(np.float64)
@@ -203,7 +206,10 @@ def correlations(
 
 
 class _Firsts(NamedTuple):
-  """The sampled value before a turn of each row; 0 where it is not known."""
+  """The sampled value of each row before a turn, and the variance of its noise.
+
+  Both are 0 in rows where the value is not known.
+  """
 
   known_B: np.ndarray
   mean_B: np.ndarray
@@ -211,7 +217,12 @@ class _Firsts(NamedTuple):
 
 
 def _firsts(arrays: saved_batch.Arrays, turn: int) -> _Firsts:
-  """Returns the sampled values of all rows at the first token of a turn."""
+  """Returns the sampled values of all rows at the first token of a turn.
+
+  Args:
+    arrays: the arrays of the saved batch.
+    turn: the number of the turn.
+  """
   own_BL = arrays['turn_ids_BL'] == turn
   places = np.arange(len(own_BL)), own_BL.argmax(axis=1)
   # In a row without this turn, `argmax` is 0, the position of another token.
@@ -260,7 +271,7 @@ def table(by_turn: Mapping[str, OfTurn], correlated: Correlations) -> str:
 
 
 def as_json(by_turn: Mapping[str, OfTurn], correlated: Correlations) -> str:
-  """Returns figures and correlations as JSON; null is an unknown number."""
+  """Returns figures and correlations as JSON, with null in place of nan."""
 
   def plain(x):
     if hasattr(x, '_asdict'):

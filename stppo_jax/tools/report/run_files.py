@@ -257,7 +257,7 @@ def _is_number_or_none(value: Any) -> bool:
 
 
 def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
-  """Returns `Run.recorded`; if it cannot be read, adds a message to `losses`."""
+  """Returns `Run.recorded`; a message in `losses` says if it cannot be read."""
   path = folder / 'config.json'
   try:
     config = settings.flatten(json.loads(path.read_text('utf-8')))

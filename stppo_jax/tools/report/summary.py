@@ -251,7 +251,7 @@ def _largest_ratio(run: run_files.Run) -> float | None:
 
 
 def _triggered(run: run_files.Run) -> float | None:
-  """Returns the share of steps in which corrections lowered the loss weights."""
+  """Returns the share of steps in which corrections lowered loss weights."""
   scales = run.column('stab/scale').values()
   return statistics.fmean(x < 1.0 for x in scales) if scales else None
 
