@@ -18,14 +18,15 @@ from stppo_jax.training import alarms as alarms_lib
 from stppo_jax.workdir import bucket_files
 from stppo_jax.workdir import run_folder
 
-# Name of a metric -> the column of a study's table that holds its values.
+# Maps the name of a metric to the column of a study's table with its values.
 _COLUMNS = {
   metrics[0]: column
   for column, metrics in results.METRICS.items()
   if len(metrics) == 1
 }
-# The alarms whose metric is a column of a table, so that any threshold can be
-# tried. For every other alarm, a table has at most the steps in which it rang.
+# The alarms whose metric is a column of a study's table, so that any threshold
+# can be tried. For every other alarm, a table has at most the steps in which
+# the alarm rang.
 MEASURED = tuple(
   name
   for name, alarm in alarms_lib.ALARMS.items()
@@ -41,9 +42,9 @@ class Rings(NamedTuple):
 
   Attributes:
     curve: the success of the run in a few numbers.
-    steps: name of an alarm to the steps in which the alarm rang.
-    counts: name of an alarm to the number of steps that have its metric, in
-      which the alarm could ring.
+    steps: maps the name of an alarm to the steps in which the alarm rang.
+    counts: maps the name of an alarm to the number of steps that have the
+      alarm's metric. Only in these steps could the alarm ring.
   """
 
   curve: success_curve.Curve
@@ -62,8 +63,8 @@ def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
   Args:
     names: the paths of tables of studies, of folders of runs, or of folders
       that contain folders of runs.
-    thresholds: name of an alarm to a threshold that replaces the threshold of
-      `configs/alarms.py`.
+    thresholds: maps the name of an alarm to the threshold that replaces its
+      threshold in `configs/alarms.py`.
 
   Returns:
     One message for each table, folder or file that could not be read.
@@ -94,7 +95,7 @@ def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
 def _of_tables(
   tables: Iterable[str], thresholds: Mapping[str, float]
 ) -> tuple[list[Rings], list[str]]:
-  """Returns the alarms of the runs in tables, and a message per bad table."""
+  """Returns the `Rings` of the runs in tables, and a message per bad table."""
   runs: list[results.Run] = []
   losses = []
   for name in dict.fromkeys(tables):
@@ -108,7 +109,7 @@ def _of_tables(
 
 
 def _folders(name: str) -> list[str]:
-  """Returns the run folders inside a folder, or else the folder itself."""
+  """Returns the folders of runs in a folder; if there are none, the folder."""
   path = pathlib.Path(name)
   if (path / run_folder.METRICS).exists() or not path.is_dir():
     return [name]
@@ -119,7 +120,7 @@ def _folders(name: str) -> list[str]:
 
 
 def _of_run(run: run_files.Run, thresholds: Mapping[str, float]) -> Rings:
-  """Returns the steps in which alarms ring in a run with these thresholds."""
+  """Returns the steps in which the alarms of a run ring with `thresholds`."""
   steps: dict[str, list[float]] = {}
   counts: dict[str, int] = {}
   for line in run.lines:
@@ -133,13 +134,13 @@ def _of_run(run: run_files.Run, thresholds: Mapping[str, float]) -> Rings:
 def of_table(
   run: results.Run, thresholds: Mapping[str, float] | None = None
 ) -> Rings:
-  """Returns the steps in which alarms ring in a run from a study's table.
+  """Returns the steps in which the alarms of a run from a study's table ring.
 
   Args:
     run: the run that was read from the table.
     thresholds: maps names of alarms of `MEASURED` to the thresholds to try.
-      Every other alarm rings in the steps in which it rang during the run, with
-      the thresholds of the run's config.
+      For every other alarm, the result has the steps in which the alarm rang
+      during the run, with the threshold of the run's config.
   """
   rang = {name: run.per_step(f'alarm_{name}') for name in results.ALARMS}
   for name, threshold in (thresholds or {}).items():
@@ -156,7 +157,13 @@ def of_table(
 
 
 def _rang(run: results.Run, name: str, threshold: float) -> np.ndarray:
-  """Returns for each step 1 if the alarm rings, 0 if not, nan if unknown."""
+  """Returns for each step 1 if an alarm rings, 0 if not, nan if unknown.
+
+  Args:
+    run: the run that was read from a table.
+    name: the name of the alarm, one of `MEASURED`.
+    threshold: the threshold of the alarm.
+  """
   # The other alarms get the threshold nan, so they never ring.
   thresholds = dict.fromkeys(alarms_lib.ALARMS, float('nan'))
   thresholds[name] = threshold

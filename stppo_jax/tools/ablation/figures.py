@@ -19,7 +19,8 @@ from stppo_jax.tools.ablation import study as study_lib
 # In inches: the width and height of a panel, and the margins of the page.
 _WIDTH, _HEIGHT = 3.4, 1.8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.6, 2.0, 0.75, 0.5
-# Title of a panel -> the column of the table, whether its axis is logarithmic.
+# Maps the title of a panel to the column of the table that the panel shows, and
+# to whether the vertical axis is logarithmic.
 _INSIDE = {
   'Share outside, token ratio': ('clip_token', False),
   'Share outside, turn ratio': ('clip_turn', False),
@@ -28,8 +29,8 @@ _INSIDE = {
   'KL to the reference': ('kl_reference', False),
   'Explained variance': ('explained_variance', False),
 }
-# Column -> the lowest value of its axis. The explained variance has no lower
-# bound, because a value model can be wrong by any factor.
+# Maps a column to the lowest value that its axis shows. The explained variance
+# has no lower bound, because a value model can be wrong by any factor.
 _LEAST = {'explained_variance': -1.0}
 _SAVED: Mapping[str, dict[str, Any]] = {
   'png': {'format': 'png', 'dpi': 110},
@@ -38,7 +39,7 @@ _SAVED: Mapping[str, dict[str, Any]] = {
 
 
 class _PlainNumbers(ticker.LogFormatter):
-  """Writes 1.28 at a tick of a logarithmic axis, not 1.28 × 10⁰."""
+  """Labels the ticks of a logarithmic axis as 1.28, and not as 1.28 × 10⁰."""
 
   def __call__(self, x: float, pos: int | None = None) -> str:
     # Matplotlib's formatter returns '' for the minor ticks that have no room.
@@ -122,7 +123,7 @@ def _page(
   )
   # Arms with the same name get the same colour in all groups.
   names = list(dict.fromkeys(arm.name for arm in study.arms))
-  # Name of an arm -> its line, and its number of seeds in each group.
+  # Maps the name of an arm to its line, and to its number of seeds per group.
   legend: dict[str, tuple[Any, list[int]]] = {}
   for row, (title, (column, is_log)) in enumerate(rows.items()):
     for place, (group, arms) in enumerate(groups.items()):
@@ -164,14 +165,14 @@ def _page(
 
 
 def _seeds(counts: Sequence[int]) -> str:
-  """Returns the number of seeds of an arm as text, a range if groups differ."""
+  """Returns an arm's number of seeds as text, or a range if groups differ."""
   if min(counts) < max(counts):
     return f'{min(counts)} to {max(counts)} seeds'
   return f'{counts[0]} seed' + 's' * (counts[0] > 1)
 
 
 def _draw(axes, curves: Sequence[np.ndarray], number: int) -> Any:
-  """Draws the smoothed curves of an arm: thin for a seed, thick for the mean.
+  """Draws the smoothed curves of an arm: thin per seed, thick for their mean.
 
   Returns:
     The thick line.

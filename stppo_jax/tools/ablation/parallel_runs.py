@@ -14,7 +14,7 @@ from stppo_jax import interruption
 from stppo_jax.workdir import heartbeat
 from stppo_jax.workdir import lock
 
-_POLL = 0.2  # seconds
+_POLL = 0.2  # seconds between two checks of which commands have ended
 
 
 class Orphan:
@@ -32,7 +32,7 @@ class Orphan:
 
   @classmethod
   def find(cls, folder: pathlib.Path) -> 'Orphan | None':
-    """Returns a folder's run if a process of this host makes it, else None."""
+    """Returns the run of a folder if a process of this host is making it."""
     holder, is_alive = lock.holder(folder) or (None, False)
     return cls(folder, holder.pid) if holder and is_alive else None
 
@@ -72,8 +72,9 @@ def run(
   commands.
 
   Args:
-    commands: name of a run to the words of its command, or to an `Orphan` if
-      the run is already being made. Orphans come first and count as jobs.
+    commands: maps the name of a run to the words of its command, or to an
+      `Orphan` if the run is already being made. Orphans come first, and each
+      takes the place of a command.
     jobs: the number of commands that run at once.
     compiled: the folder of the compilation cache of all commands. The variable
       JAX_COMPILATION_CACHE_DIR takes precedence if it is set.
@@ -162,7 +163,7 @@ def _start(
 
 
 def _pin(pid: int, cores: Sequence[int]) -> None:
-  """Moves all threads of a process to these cores."""
+  """Moves all threads of a process to the given cores."""
   # Cores are assigned to threads. A new thread inherits the cores, but threads
   # that already exist must be moved one by one.
   with contextlib.suppress(OSError):  # the process or a thread has ended

@@ -47,7 +47,7 @@ class Plan:
     jobs: the number of runs that are made at once.
     flags: the overrides from the command line, which all runs get.
     file: the path of the config file.
-    digests: key of an arm to the digest of the arm's config.
+    digests: maps the key of an arm to the digest of the arm's config.
   """
 
   study: study_lib.Study
@@ -109,12 +109,13 @@ def digest(plan: Plan, arm: study_lib.Arm, config: Any) -> str:
   """Returns a digest of the settings that decide the results of an arm's runs.
 
   Only values that differ from `configs/base.py` are part of the digest, so a
-  key that is later added to that file changes no digest. A default that is
-  changed in that file changes no digest either, so the runs from before the
-  change must then be made again.
+  key that is later added to that file changes no digest. If a default is
+  changed in that file, the digests of arms that use this default do not change.
+  Then the runs from before the change still count as runs of these arms, but
+  must be made again.
 
   Args:
-    plan: the plan, which has the changes of each supervised start.
+    plan: the plan, which has the config changes of each supervised start.
     arm: an arm of the plan's study.
     config: the config of the arm, without the path of its start.
   """

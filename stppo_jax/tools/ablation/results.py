@@ -1,9 +1,9 @@
-"""Reads and writes the table of a study, with a line for each step of a run.
+"""Reads and writes the table of a study: a line for each step of each run.
 
     group,arm,seed,settings,step,success,...
 
-`settings` is a digest of the arm's config. A table is refused if its runs of an
-arm have another digest than the arm has now. A cell is empty if the step has no
+`settings` is a digest of the config of the run's arm. If the config of an arm
+has another digest now, the table is refused. A cell is empty if the step has no
 value of that column, or a value that is not finite. A file whose name ends with
 `.gz` is compressed.
 """
@@ -35,8 +35,8 @@ ALARMS = (
   'repetition entropy turn_ratio zero_variance explained_variance '
   'empty_answers finish_ratio search_rate kl'
 ).split()
-# Column -> the metrics whose sum is the value of the column. docs/metrics.md
-# explains the metrics.
+# Maps a column to the metrics whose sum is the value of the column.
+# docs/metrics.md explains the metrics.
 METRICS = {
   'success': ('critic/score/mean',),
   **{
@@ -73,9 +73,9 @@ class Run:
     arm: the name of the run's arm.
     seed: the seed of the run.
     settings: the digest of the arm's config.
-    columns: name of a column to an array with one value for each step. Step 0
-      is the evaluation before training. The value is nan in a step that has no
-      such metric.
+    columns: maps the name of a column to an array with one value for each step.
+      Step 0 is the evaluation before training. The value is nan in a step that
+      does not have the column's metric.
   """
 
   group: str
@@ -90,7 +90,7 @@ class Run:
     return self.group, self.arm
 
   def per_step(self, column: str) -> np.ndarray:
-    """Returns a column without step 0, which only has an evaluation."""
+    """Returns a column without step 0, the evaluation before training."""
     return self.columns[column][1:]
 
   @functools.cached_property
@@ -200,7 +200,10 @@ def _read(path: pathlib.Path) -> list[Run]:
 
 
 def distinct(runs: Iterable[Run]) -> list[Run]:
-  """Returns the runs of several tables without copies of the same run."""
+  """Returns the runs of several tables, each once.
+
+  Runs are the same if they have the same settings and the same seed.
+  """
   return list({(run.settings, run.seed): run for run in runs}.values())
 
 
@@ -214,7 +217,7 @@ def add(
   Args:
     path: the path of the table.
     runs: the new runs. A run that is already in the table is skipped.
-    digests: key of each arm of the study to the digest of the arm's config.
+    digests: maps the key of each arm of the study to the digest of its config.
 
   Returns:
     All runs of the table, sorted by seed, then by the order of the arms.
@@ -229,7 +232,7 @@ def add(
     known = {(run.key, run.seed) for run in found}
     found += [run for run in runs if (run.key, run.seed) not in known]
     places = {key: place for place, key in enumerate(digests)}
-    # Sorted runs make the file independent of which run ended first.
+    # The runs are sorted, so the file does not depend on which run ended first.
     found.sort(key=lambda run: (run.seed, places[run.key]))
     write(path, found)
   return found
@@ -275,13 +278,13 @@ def check(
 
   Args:
     runs: the runs of a table.
-    digests: key of each arm of the study to the digest of the arm's config.
+    digests: maps the key of each arm of the study to the digest of its config.
     path: the path of the table, for the messages.
 
   Raises:
     Misconfigured: a run belongs to no arm of the study, had other settings than
-      its arm has now, or has another number of steps than the other runs of its
-      arm.
+      its arm has now, or has another number of steps than another run of the
+      same arm.
   """
   lengths: dict[tuple[str, str], int] = {}
   for run in runs:

@@ -44,9 +44,9 @@ class Difference(NamedTuple):
     larger: the number of seeds whose difference is positive.
     estimate: the mean difference with its bootstrap interval over seeds.
     p: the two-sided p-value of a sign-flip test: the probability that the mean
-      is at least this far from 0 if the sign of each seed's difference were
-      random. With n seeds, n at most 12, p is at least 2 / 2^n. p is nan if
-      the difference of a seed is nan.
+      difference would be at least as far from 0 if the sign of each seed's
+      difference were random. If there are n seeds and n is at most 12, p is at
+      least 2 / 2^n. If the difference of a seed is nan, p is nan.
   """
 
   seeds: int
@@ -68,7 +68,7 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Difference:
 
 def _sign_flip(deltas: np.ndarray) -> float:
   """Returns the p-value of a sign-flip test; see `Difference`."""
-  if np.isnan(deltas).any():  # comparisons with nan are false, p would be 0
+  if np.isnan(deltas).any():  # a comparison with nan is false, so p would be 0
     return math.nan
   if len(deltas) <= _MAX_EXACT:
     signs = np.array(list(itertools.product((1, -1), repeat=len(deltas))))
@@ -85,7 +85,7 @@ def _sign_flip(deltas: np.ndarray) -> float:
 def over_numbers(
   reduce: Callable[[np.ndarray], Any], values: np.ndarray
 ) -> float:
-  """Returns `reduce` of the values that are not nan, or nan if all are nan."""
+  """Applies `reduce` to the values that are not nan; returns nan if all are."""
   found = values[~np.isnan(values)]
   return float(reduce(found)) if len(found) else math.nan
 

@@ -3,7 +3,8 @@
 A config file describes its studies in a function `studies()`, see
 docs/your_own_study.md. An arm is a config that is trained once for each seed.
 Every arm belongs to a group, and is compared with the other arms of the group.
-A start is a policy that `sft` trains once and that all seeds then train from.
+A start is a policy that `sft` trains once. The runs of all seeds of an arm then
+train from this policy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 from stppo_jax import settings
 
 _KEYS = ('title', 'seeds', 'arms', 'starts')
-_ALL_PAIRS = 4  # in a group of at most this many arms, compare all pairs
+_ALL_PAIRS = 4  # the most arms of a group in which all pairs are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Arm:
     algorithm: the arm's algorithm, a key of the table of algorithms.
     start: the name of the supervised start that the arm trains from. '' means
       that the arm trains from the policy that its config names.
-    changes: dotted config key to the value that the arm sets.
+    changes: the values that the arm sets, by dotted config key.
   """
 
   group: str
@@ -60,7 +61,8 @@ class Study:
     title: a few words on the settings that the study varies.
     seeds: the number of seeds that the study is planned with.
     arms: the arms of the study, group by group.
-    starts: name of a supervised start to dotted config key to value.
+    starts: maps the name of a supervised start to the values that it sets, by
+      dotted config key.
   """
 
   name: str
@@ -71,7 +73,7 @@ class Study:
 
   @property
   def groups(self) -> dict[str, list[Arm]]:
-    """Returns the arms of each group by its name, in the study's order."""
+    """Returns the arms of each group, by the name of the group."""
     groups: dict[str, list[Arm]] = {}
     for arm in self.arms:
       groups.setdefault(arm.group, []).append(arm)
@@ -80,8 +82,8 @@ class Study:
   def pairs(self) -> list[tuple[Arm, Arm]]:
     """Returns the pairs of arms to compare: (arm, the arm to subtract).
 
-    A small group gives all its pairs. In a larger group, each arm is compared
-    with the first arm of the group.
+    In a small group, all pairs are compared. In a group of more than
+    `_ALL_PAIRS` arms, each arm is compared with the first arm of the group.
     """
     pairs = []
     for arms in self.groups.values():
@@ -122,7 +124,7 @@ def parse(name: str, content: Any) -> Study:
       raise ValueError(f'{start}unknown key {key!r}{choices}')
   seeds, starts = content.get('seeds'), content.get('starts', {})
   groups: Any = content.get('arms')
-  # `isinstance` would accept True, which would then mean one seed.
+  # `isinstance` would accept True as an int, which would then mean one seed.
   if type(seeds) is not int or seeds < 1:
     raise ValueError(
       f'{start}seeds={seeds!r}: must be a whole number, 1 or more'
@@ -161,7 +163,7 @@ def _arm(start, group, name, changes, starts) -> Arm:
 
 
 def file_name(text: str) -> str:
-  """Returns a text with characters unfit for a file name replaced by `_`."""
+  """Returns a text with `_` for all characters that do not suit a file name."""
   return re.sub(r'[^A-Za-z0-9_.+-]+', '_', text)
 
 

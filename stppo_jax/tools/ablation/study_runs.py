@@ -49,8 +49,8 @@ def make(plan: plan_lib.Plan, *, is_dry: bool, trains: bool = True) -> int:
       if not isinstance(words, parallel_runs.Orphan):
         print(shlex.join(['python', *words[1:]]))
     return 0
-  # A dry run takes no lock, so that it also works while another process makes
-  # the study.
+  # With `is_dry` no lock is taken, so that commands can also be printed while
+  # another process makes the study.
   with lock.held(plan.folder):
     _record(plan)
     if copied:
@@ -59,7 +59,7 @@ def make(plan: plan_lib.Plan, *, is_dry: bool, trains: bool = True) -> int:
 
 
 def flags_of_missing(plan: plan_lib.Plan) -> dict[str, list[str]]:
-  """Returns run name to the flags of `train`, for each missing run.
+  """Returns the flags of `train` for each missing run, by the run's name.
 
   The flags have no workdir. Of equal runs, only the first run is returned.
 
@@ -170,7 +170,7 @@ def _add(
 def _command(
   name: str, flags: Sequence[str], folder: pathlib.Path
 ) -> list[str]:
-  # As in launch/run.sh, PYTHON names the interpreter.
+  # The variable PYTHON names the interpreter, as in launch/run.sh.
   python = os.environ.get('PYTHON', sys.executable)
   words = [python, '-m', 'stppo_jax', name, *flags]
   return [*words, f'--workdir={folder}']
@@ -186,11 +186,11 @@ def _carry_out(
     runs: the runs of the table. This function adds the new runs to the list.
     trains: whether to make the missing runs.
   """
-  damaged: dict[str, str] = {}  # name of a run -> the error of reading it
+  damaged: dict[str, str] = {}  # the errors of runs that cannot be read
   made: set[str] = set()
 
   def gather(*_) -> None:
-    """Adds the missing runs that have finished to the table."""
+    """Adds to the table those missing runs that have finished."""
     found = []
     for arm, seed in _missing(plan, runs):
       folder = plan.run_folder(arm, seed)
@@ -209,8 +209,8 @@ def _carry_out(
       runs[:] = results.add(plan.table, found, plan.digests)
 
   # Runs may have finished while no `ablate` watched: a user started them, or
-  # the `ablate` that started them was killed. They are compared, but not
-  # counted among the runs that this call makes.
+  # the `ablate` that started them was killed. Such runs are compared, but they
+  # are not counted among the runs that this call makes.
   gather()
   made.clear()
   exit_code, start = 0, time.monotonic()
@@ -246,8 +246,8 @@ def _report(
   Args:
     plan: the study and its folder.
     runs: the finished runs.
-    draws: whether to also make the figures and the page. They take time, so
-      the caller asks for them only once no run is missing.
+    draws: whether to also make the figures and the page. Making them takes
+      time, so the caller asks for them only if no run is missing.
   """
   if not runs:
     print('no run has finished yet')

@@ -25,7 +25,7 @@ _OUTCOMES = (
 # A column of a run's metrics, the function that reduces the steps of the column
 # to one value of the run, and the format of the value.
 _Measure = tuple[str, Callable[[np.ndarray], Any], str]
-# Heading of a column in the printed table -> measure.
+# Maps the heading of a column in the printed table to the column's measure.
 _INSIDE: Mapping[str, _Measure] = {
   'outside, token': ('clip_token', np.mean, '.3f'),
   'outside, turn': ('clip_turn', np.mean, '.3f'),
@@ -42,8 +42,8 @@ _INSIDE: Mapping[str, _Measure] = {
   'explained variance': ('explained_variance', np.median, '.2f'),
   'turn length': ('turn_length', np.mean, '.1f'),
 }
-# The number of first steps in which most policies still work. A collapsed
-# policy has other ratios.
+# The first steps have a table of their own, because most policies have not
+# collapsed yet in these steps. A collapsed policy has other ratios.
 _FIRST_STEPS = 5
 _AT_FIRST = {
   heading: _INSIDE[heading]
@@ -60,7 +60,7 @@ _AT_FIRST = {
 def tables(
   study: study_lib.Study, runs: Sequence[results.Run]
 ) -> dict[str, Table]:
-  """Returns title to table for the tables that compare the arms of a study.
+  """Returns the tables that compare the arms of a study, by title.
 
   Args:
     study: the study.
@@ -94,7 +94,7 @@ def tables(
 
 
 def alarms(runs: Sequence[results.Run]) -> dict[str, Table]:
-  """Returns title to table of the alarms, or {} if no alarm could ring."""
+  """Returns the table of the alarms, by title; {} if no alarm could ring."""
   rings = [alarm_tables.of_table(run) for run in runs]
   table = alarm_tables.table(rings, results.ALARMS)
   return {'Alarms': table} if len(table) > 1 else {}
@@ -131,7 +131,7 @@ def _inside(
     columns = [run.per_step(column)[:first_steps] for run in runs]
     values = np.array([statistics.over_numbers(reduce, x) for x in columns])
     value = statistics.over_numbers(np.mean, values)
-    if reduce is np.max:  # the mean would follow one run with a ratio of 1e9
+    if reduce is np.max:  # one run with a ratio of 1e9 would decide the mean
       value = float(np.median(values))
     cells.append('' if math.isnan(value) else f'{value:{form}}')
   return cells

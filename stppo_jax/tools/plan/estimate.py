@@ -14,8 +14,8 @@ from stppo_jax.tools.plan import programs as programs_lib
 from stppo_jax.tools.plan import search
 from stppo_jax.tools.plan import summary as summary_lib
 
-# By platform, the programs that are compiled if the user names none. The
-# slowest program to compile comes first.
+# For each platform, the programs that are compiled if the user names none. The
+# program that takes the longest to compile comes first.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
   'tpu': tuple(reversed([*programs_lib.PROGRAMS])),
   'gpu': (),
@@ -44,9 +44,8 @@ def show(
   Args:
     config: the config of the run.
     topology_name: the name of the devices, see `parallel/topology.py`.
-    programs: the names of the programs to compile. If it is empty, the programs
-      that `_PROGRAMS` has for the platform are compiled. If it is None, nothing
-      is compiled.
+    programs: the names of the programs to compile; () for the programs that
+      `_PROGRAMS` has for the platform; None to compile nothing.
     gib: the GiB of a device's memory; 0 for the memory that the topology has.
     length: the number of tokens of a row.
     loss_fraction: the largest share of a row's tokens that is trained on.
@@ -88,7 +87,8 @@ def show(
   summary = summary_lib.summary(plan, price=price)
   if not plan.fits:
     compiler = functools.partial(planner, programs=names) if names else None
-    # Formulas find the changes to advise, and only these changes are compiled.
+    # Formulas find the changes to advise. Programs are compiled only with these
+    # changes.
     summary['advice'] = search.advice(
       config, planner, plan.limit, compiler=compiler
     )

@@ -65,9 +65,9 @@ class Instruction:
     opcode: the operation's name in HLO.
     arrays: the arrays of the result on each device.
     rest: the rest of the line, from the arguments on.
-    times: how often the instruction runs. In the body of a loop, this is the
-      number of iterations, or the largest possible number if the loop may end
-      early. A loop whose trip count is unknown counts as one iteration.
+    times: how often the instruction runs. In the body of a loop, all iterations
+      count, and if the loop may end early, the largest possible number of
+      iterations. A loop whose trip count is unknown counts as one iteration.
     kernel: the name of the fused computation that has the instruction; '' if no
       fused computation has it.
     operands: the arrays of each argument; () for an argument that is not known.
@@ -93,7 +93,7 @@ class Instruction:
 
   @property
   def called(self) -> list[tuple[str, str]]:
-    """Returns the kind of call and the name of each computation called."""
+    """Returns (kind of call, name) of each computation that is called."""
     return [
       (kind, name.strip().removeprefix('%'))
       for kind, one, several in _CALLED.findall(self.rest)
@@ -206,7 +206,7 @@ class Program(NamedTuple):
     computations: the instructions of each computation, by its name. A called
       computation comes before its callers. The last instruction of a
       computation is its result.
-    num_devices: the number of devices that it runs on.
+    num_devices: the number of devices that the program runs on.
   """
 
   computations: Mapping[str, list[Instruction]]
@@ -237,7 +237,10 @@ def read(text: str) -> Program:
 
 
 def _complete(computations: dict[str, list[Instruction]]) -> None:
-  """Sets `times`, `kernel` and `operands`, which depend on other lines."""
+  """Sets `times`, `kernel` and `operands` of all instructions.
+
+  They depend on more than the line of the instruction.
+  """
   times, kernels = defaultdict(int), set()
   times[next(reversed(computations))] = 1  # the entry computation is last
   # Callees stand before their callers, so in reverse order a caller's count is
@@ -287,7 +290,8 @@ def _arrays(shape: str) -> tuple[Array, ...]:
 def _numbers(text) -> np.ndarray:
   """Returns the device numbers that a text such as `[2,4]T(1,0)` stands for.
 
-  This example is the numbers 0 to 7 as a 2 x 4 array, transposed and flattened.
+  This example stands for the numbers 0 to 7 as a 2 x 4 array, which is then
+  transposed and flattened.
   """
   sizes, _, order = text.partition('T')
   shape = [int(n) for n in re.findall(r'\d+', sizes)]

@@ -18,7 +18,7 @@ import numpy as np
 
 from stppo_jax.tools.plan import hlo
 
-# By kind of collective, the bytes that each of n devices in a ring sends.
+# For each kind of collective, the bytes that each of n devices in a ring sends.
 # `size` is the bytes of the operands or of the results, whichever is larger.
 _SENT = {
   'all-gather': lambda size, n: size * (n - 1) / n,
@@ -30,7 +30,7 @@ _SENT = {
   'collective-broadcast': lambda size, n: size,
 }
 # The compiler for TPU gives this name to a kernel that is a reduce-scatter. In
-# the text, the kernel has an all-reduce and keeps a part of its result.
+# the HLO text, the kernel has an all-reduce and keeps a part of its result.
 _REDUCE_SCATTER_KERNEL = 'all-reduce-scatter'
 # Instructions that move nothing, and instructions whose bytes are counted where
 # an asynchronous operation begins or in the computations that they call.
@@ -42,7 +42,8 @@ _FREE = frozenset(
   }
 )
 # The target of a custom call with which the compiler for TPU joins pieces of an
-# array that were moved one by one. Their bytes are counted at these moves.
+# array that were moved one by one. The bytes are counted where the pieces are
+# moved.
 _JOINED = 'ConcatBitcast'
 _READS_PART = frozenset({'slice', 'dynamic-slice', 'gather', 'slice-start'})
 _WRITES_PART = 'dynamic-update-slice'
@@ -54,11 +55,11 @@ class Collective:
 
   Attributes:
     kind: the name of the operation, such as 'all-gather'.
-    arrays: the arrays of its result.
-    size: the bytes of its operands or of its results, whichever is larger.
+    arrays: the arrays of the operation's result.
+    size: the bytes of the operands or of the results, whichever is larger.
     group: the numbers of the devices in the group of the first device, in the
       order of the mesh.
-    times: how often it runs.
+    times: how often the operation runs.
   """
 
   kind: str
@@ -135,7 +136,7 @@ def _operations(line: hlo.Instruction) -> int:
     (left,), *_ = line.operands
     inner = math.prod(left.dims[axis] for axis in line.contracted)
     return 2 * inner * math.prod(line.arrays[0].dims)
-  if line.opcode == 'convolution':  # a matrix product, on TPU
+  if line.opcode == 'convolution':  # on TPU, a matrix product
     (left,), (right,) = line.operands
     left, right, result = (
       dict(zip(letters, array.dims))
@@ -163,10 +164,10 @@ def _met(
 ) -> int:
   """Returns how often a convolution's window meets an element, along one axis.
 
-  All positions of the window count. Padding and the holes of a dilation are not
-  computed, so they do not count. The compiler for TPU writes the batch axis of
-  a matrix product as an axis with holes, which are so wide that the window
-  meets one element at each position.
+  The elements at all positions of the window are counted. Padding and the holes
+  of a dilation are not computed, so they do not count. The compiler for TPU
+  writes the batch axis of a matrix product as an axis with such wide holes that
+  the window meets one element at each position.
   """
   at = np.add.outer(np.arange(results) * stride, np.arange(window) * rhs_dilate)
   entry, hole = np.divmod(at - pad, lhs_dilate)
@@ -241,7 +242,7 @@ def _kernel(
 def _read_inside(
   kernel: Sequence[hlo.Instruction], number: int, program: hlo.Program
 ) -> int:
-  """Returns the largest number of bytes that a kernel reads of an argument."""
+  """Returns how many bytes of argument `number` a kernel reads at most."""
   (argument,) = (
     x for x in kernel if x.opcode == 'parameter' and x.number == number
   )
@@ -259,8 +260,8 @@ def _read_inside(
         total += _read_inside(_kernel(line, program), place, program)
       elif line.opcode != _WRITES_PART or place:
         return argument.size
-  # If the kernel overwrites a part of the argument, the rest of it is not read.
-  # But if the kernel returns the argument itself, all of it is read.
+  # If the kernel overwrites a part of the argument, the rest of the argument is
+  # not read. But if the kernel returns the argument itself, all of it is read.
   return argument.size if kernel[-1].name in names else total
 
 

@@ -1,6 +1,6 @@
 """Plans the memory, the communication and the time of a run on other devices.
 
-Models are shapes without arrays, and devices are virtual. A plan may compile
+Models have shapes but no arrays, and devices are virtual. A plan may compile
 the programs of a run (`tools/plan/programs.py`), for a TPU slice that need not
 exist (`parallel/topology.py`) or for CPUs. The sizes of parameters and
 optimizer states, and the collectives, are the same on all platforms, but the
@@ -51,8 +51,8 @@ class Plan:
     collectors: the number of hosts that only collect. Each of them has as many
       devices as a host that learns.
     held: the bytes that the run holds, without the temporaries of programs.
-    estimated: by name, the bytes of an update's temporaries that a formula
-      estimates.
+    estimated: the bytes of an update's temporaries as a formula estimates them,
+      by the name of the part.
     programs: the costs of the compiled programs, by name.
     work: the sizes of a step.
     phases: the phases of a step by name, see `roofline.phases`.
@@ -76,7 +76,7 @@ class Plan:
 
   @property
   def num_chips(self) -> int:
-    """The number of chips, with the chips of hosts that only collect."""
+    """The number of chips, including those of hosts that only collect."""
     beside = self.collectors * self.topology.per_host
     return self.topology.num_chips + beside // self.topology.limits.per_chip
 
@@ -131,7 +131,7 @@ class Plan:
   @property
   def seconds(self) -> tuple[float, float]:
     """Returns the lower bound and the expected number of seconds of a step."""
-    sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # collecting, learning
+    sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # by whether a phase collects
     for name, phase in self.phases.items():
       side = sides[name in roofline.COLLECTING]
       side[0] += phase.bound
@@ -197,7 +197,7 @@ def make(
   config = checks.sized(config, learner, placement, limit)
   held = checks.held_memory(config, learner, placement)
   if placement is not None and 'decode' in programs:
-    held = held._replace(copied=0)  # the cost of decode has the copy
+    held = held._replace(copied=0)  # the cost of decode includes the copy
   axes = dict(mesh.shape)
   assert packed.loss_positions_BM is not None  # `packed_shapes` sets them
   work = metrics.work(
@@ -293,7 +293,7 @@ def estimated_temporaries(
   queries = shape.num_heads * shape.head_dim
   keys = 2 * shape.num_kv_heads * shape.head_dim
   mlp = max(flops.mlp_width(layer) for layer, _ in shape.stacks.values())
-  # By value of `remat`, how many numbers of a token a layer keeps for the
+  # For each value of `remat`, how many numbers per token a layer keeps for the
   # backward pass: with `full` its input, with `dots` also the results of matrix
   # products, and with `none` all results.
   width = shape.hidden_size
@@ -304,9 +304,9 @@ def estimated_temporaries(
   if shape.attention == 'xla' and shape.remat in ('all_dots', 'none'):
     kept[shape.remat] += shape.num_heads * work.length / tensor
   # The bytes of one layer in the backward pass: its activations and their
-  # gradients, and weights twice, because the weights of the next layer are
-  # gathered meanwhile. Attention has queries, keys, values and results, and
-  # their gradients. The norms of queries and keys are in float32.
+  # gradients, and the weights of two layers, because the weights of the next
+  # layer are gathered meanwhile. Attention has queries, keys, values and
+  # results, and their gradients. The norms of queries and keys are in float32.
   layer = tokens * (6 * width + 6 * mlp / tensor) * size
   layer += tokens * 2 * (2 * queries + keys) / tensor * size
   if shape.qk_norm:
@@ -314,8 +314,8 @@ def estimated_temporaries(
   layer += 2 * sum(flops.layer_weights(shape)) * size / tensor
   losses = rows * work.losses
   chunk = min(head_chunk, losses) if head_chunk else losses
-  # The logits in float32, whose gradient takes their place, and the gathered
-  # output matrix with its gradient.
+  # The bytes of the logits in float32, whose gradient takes their place, and of
+  # the gathered output matrix with its gradient.
   vocabulary = shape.vocab_size / tensor
   logits = 4 * chunk * vocabulary + vocabulary * width * (size + 4)
   # The logits are freed before the backward pass comes to a layer, so only the
@@ -325,8 +325,8 @@ def estimated_temporaries(
     ('logits and the output matrix', logits),
     key=lambda part: part[1],
   )
-  # The forward passes of both models come before any backward pass, so both
-  # keep their results.
+  # If there is a value model, the forward passes of both models come before any
+  # backward pass. So both models keep their results.
   models = 2 if work.values == 'own' else 1
   estimated = {
     'gradients': trained,

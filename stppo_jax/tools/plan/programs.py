@@ -67,7 +67,7 @@ class Cost(NamedTuple):
     counted: the names under which a plan already counts some of the arguments.
     in_place: the bytes of donated arguments that results are written over.
     peak: the largest number of bytes that the program needs at a time, with its
-      arguments, by the compiler.
+      arguments.
     accessed: the bytes that are read from the device's memory or written to it,
       see `hlo_cost.accessed`; 0 on other platforms than TPU.
     axes: the size of each axis of the mesh on which the program runs.
@@ -75,8 +75,8 @@ class Cost(NamedTuple):
     operations: the multiplications and additions of the matrix products.
     seconds: the time that the compiler for TPU estimates for the kernels, which
       is good for comparing programs; 0 on other platforms.
-    problem: the reason why the program does not fit in memory, and then all
-      numbers are 0; '' if the program fits.
+    problem: the reason why the program does not fit in memory; '' if it fits.
+      If it does not fit, all numbers are 0.
   """
 
   arguments: int = 0
@@ -118,9 +118,10 @@ class Cost(NamedTuple):
     ]
 
 
-# By name, the functions that lower the programs a plan may compile. The program
-# that is the fastest to compile comes first. If a run compiles a program in
-# several sizes, the largest is lowered. 'publish' is a list of programs.
+# The functions that lower the programs which a plan may compile, by the name of
+# the program. The program that is the fastest to compile comes first. If a run
+# compiles a program in several sizes, the largest size is lowered. The function
+# of 'publish' lowers a list of programs.
 PROGRAMS: Mapping[str, Callable[[Subject], Any]] = {
   'extend': lambda subject: subject.engine.extend(),
   'decode': lambda subject: subject.engine.decode(),
@@ -132,11 +133,11 @@ PROGRAMS: Mapping[str, Callable[[Subject], Any]] = {
     subject.learner, subject.packed
   ),
 }
-# By program, the names under which a plan counts its arguments. An array that a
-# program does not read, such as the optimizer's moments in annotate, is not an
-# argument of the compiled program.
 _WEIGHTS = frozenset({'policy parameters', 'value parameters', 'frozen base'})
 _ENGINE = frozenset({engines.WEIGHTS, engines.CACHE})
+# For each program, the names under which a plan counts the program's arguments.
+# An array that a program does not read, such as the optimizer's moments in
+# annotate, is not an argument of the compiled program.
 _COUNTED: Mapping[str, frozenset[str]] = {
   'extend': _ENGINE,
   'decode': _ENGINE,
@@ -168,7 +169,7 @@ def compile_all(
   """
   if subject.placement is None:
     names = [name for name in names if name not in _OF_THE_ENGINE]
-  elif subject.placement.collectors:  # hosts send the weights themselves
+  elif subject.placement.collectors:  # weights are sent without a program
     names = [name for name in names if name != 'publish']
   workers = min(os.cpu_count() or 1, _MOST_AT_ONCE)
   with concurrent.futures.ThreadPoolExecutor(workers) as threads:
@@ -182,7 +183,7 @@ def compile_all(
 
 
 def _cost(name: str, lowered, subject: Subject, clock: float) -> Cost:
-  """Returns the cost of a lowered program, or of a list; see `compile_all`."""
+  """Returns the cost of a lowered program, or of a list of lowered programs."""
   if isinstance(lowered, list):
     return _in_turn(
       [(_cost(name, one, subject, clock), times) for one, times in lowered]
@@ -200,8 +201,8 @@ def _cost(name: str, lowered, subject: Subject, clock: float) -> Cost:
     assert subject.placement is not None
     mesh = subject.placement.mesh
   on_tpu = mesh_lib.platform(mesh) == 'tpu'
-  # The peak that the compiler for CPU gives lacks the temporaries, so it is
-  # added up here.
+  # The peak that the compiler for CPU gives lacks the temporaries, so the peak
+  # is added up here.
   at_once = memory.argument_size_in_bytes + memory.temp_size_in_bytes
   at_once += memory.output_size_in_bytes - memory.alias_size_in_bytes
   return Cost(

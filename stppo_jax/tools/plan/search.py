@@ -1,4 +1,7 @@
-"""Searches for config changes with which a run fits, and for the best mesh."""
+"""Searches for changes with which a run fits in memory, and for the best mesh.
+
+The changes are changes of the config.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 import functools
@@ -22,8 +25,8 @@ class MeshCandidate(NamedTuple):
 
   Attributes:
     changes: the config keys that are changed, and their new values.
-    plan: the plan with these settings; None if they are refused.
-    problem: the reason why the settings are refused; '' if they are not.
+    plan: the plan with these settings; None if the settings are refused.
+    problem: the reason why the settings are refused; '' if they are valid.
   """
 
   changes: Changes
@@ -52,7 +55,7 @@ def sweep_meshes(
     config: the config of a run; its mesh may have one axis of -1. The axis
       `expert` stays as it is, since few models have experts.
     topology: the devices.
-    planner: returns the plan of a config.
+    planner: a function that returns the plan of a config.
 
   Raises:
     Misconfigured: the devices do not fill whole hosts; the message is one line.
@@ -85,7 +88,7 @@ def sweep_meshes(
 
 
 def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
-  """Returns changes with which a run fits; None if the search finds none.
+  """Returns changes with which a run fits in memory; None if none are found.
 
   Changes are added one after the other, first the changes that cost the least
   time. A change that turns out not to be needed is dropped again.
@@ -93,7 +96,7 @@ def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
   Args:
     config: the config of a run that does not fit, either by the estimate or by
       the compiler. Compiled programs may need more memory than the estimate.
-    planner: returns the plan of a config.
+    planner: a function that returns the plan of a config.
     memory: the bytes of a device's memory that the run may use.
   """
   changes: Changes = {}
@@ -119,14 +122,15 @@ def advise(config, planner: Planner, memory: float) -> MeshCandidate | None:
 def advice(
   config, planner: Planner, memory: float, *, compiler: Planner | None = None
 ) -> str:
-  """Returns a sentence about changes with which a run fits.
+  """Returns a sentence about changes with which a run fits in memory.
 
   Args:
     config: the config of a run that does not fit.
-    planner: returns the plan of a config, without compiling programs.
+    planner: a function that returns the plan of a config without compiling
+      programs.
     memory: the bytes of a device's memory.
-    compiler: returns the plan of a config with compiled programs, which then
-      has to fit too; None to rely on the estimate.
+    compiler: a function that returns the plan of a config with compiled
+      programs. This plan has to fit too. None to rely on the estimate.
   """
   limit = memory
   # If the compiled programs need more memory than the estimate, the second try
@@ -145,17 +149,17 @@ def advice(
         f'compiled, the run fits in {memory_lib.gib(compiled.total)} with '
         f'{flags}'
       )
-    # The limit falls by at least a tenth of the memory, or the second try might
-    # find the same changes again.
+    # The limit falls by at least a tenth of the memory. Otherwise the second
+    # try might find the same changes again.
     limit -= max(compiled.total - memory, 0.1 * memory)
   return 'no config was found that fits; use more devices'
 
 
 def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
-  """Yields changes that save memory; the cheapest in time come first."""
+  """Yields changes that save memory; those that cost the least time first."""
   updates, rollout = config.updates, config.rollout
   shards = math.prod(plan.axes[axis] for axis in mesh_lib.BATCH_AXES)
-  if rollout.engine == 'local' and rollout.slots:  # 0 slots are sized to fit
+  if rollout.engine == 'local' and rollout.slots:  # 0: as many slots as fit
     for part in (2, 4, 8):
       if rollout.slots % part == 0:
         yield 'rollout.slots', rollout.slots // part
@@ -213,10 +217,10 @@ def _rank(tried: MeshCandidate) -> tuple:
 
 
 def advice_at_start(config, limit: int) -> str:
-  """Returns a sentence about changes with which a refused run would fit.
+  """Returns a sentence about changes with which a run would fit in memory.
 
   Args:
-    config: the config of the run.
+    config: the config of the run, which is refused because it does not fit.
     limit: the bytes of a device's memory.
   """
   # The plan assumes the worst case, in which all tokens of a row carry loss.
