@@ -50,7 +50,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
   with evaluation.opened(config, run, components) as (services, step, params):
     collector = evaluation.build_collector(config, services, components, params)
     after = f', step {step}' if run else ''
-    _log.info(f'{checkpoint}{after}; a question is one line; Ctrl-D ends')
+    _log.info(f'{checkpoint}{after}; ask one question per line; Ctrl-D ends')
     _log.info(f'for example: {streams.escape(example.text)}')
     # Greedy decoding draws no random numbers, so all questions share a key.
     keys = keys_lib.row_keys(jax.random.key(config.seed), 0, 1)
@@ -73,7 +73,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
 
 
 def _lines(stream: TextIO) -> Iterator[str]:
-  """Yields the lines that are not empty; prints '? ' for each on a terminal."""
+  """Yields the lines that are not empty, and asks for each on a terminal."""
   while True:
     if stream.isatty():
       print('? ', end='', flush=True)

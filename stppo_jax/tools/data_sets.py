@@ -27,8 +27,8 @@ def build(
     name: the name of the data set.
     from_files: where the original files are on this machine, see
       `building.build`; '' to fetch the files.
-    mirror: the address from which the original files are fetched; '' for the
-      addresses of their authors.
+    mirror: the address from which the original files are fetched; '' to fetch
+      each file from the address that its authors give.
     force: whether to build the data set again if it exists.
   """
   if name in layout.names(root) and not force:

@@ -342,7 +342,7 @@ def record_of(
   trajectory: types.Trajectory,
   sample: int,
 ) -> dict[str, Any]:
-  """Returns a trajectory as plain data, with the fields for statistics."""
+  """Returns a trajectory as plain data with all fields that statistics need."""
   question = trajectory.question
   texts = [tokenizer.decode(turn.token_ids) for turn in trajectory.turns]
   find_answer = rewards.SCOPES[config.env.reward_scope]

@@ -20,9 +20,9 @@ class Rescored(NamedTuple):
     where: the file and the line number of the dialogue.
     record: the saved record of the dialogue.
     answer: the answer that the new scorer finds; None if it finds none.
-    score: the new score: the exact match of `answer`. If the question has
-      options, it is 1 if `answer` names right options and no wrong ones, and
-      otherwise 0. It is also 0 if `answer` is None.
+    score: the new score, 0 or 1: the exact match of `answer` with the golden
+      answers. If the question has options, the score is 1 if `answer` names
+      right options and no wrong ones. Without an answer, the score is 0.
     saved: the score of the same kind that was saved with the dialogue.
   """
 

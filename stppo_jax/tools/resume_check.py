@@ -72,7 +72,7 @@ def verify(
   # The second run is stopped by its length and not by a signal, so that it
   # always stops after the same step.
   for folder, steps in ((whole, num_steps), (cut, after), (cut, num_steps)):
-    print(f'--- {folder}: to step {steps}', flush=True)
+    print(f'--- {folder}: trains to step {steps}', flush=True)
     length = f'--config.num_steps={steps}'
     code = _train([*flags, f'--workdir={folder}', length])
     if code:

@@ -66,7 +66,8 @@ class RunState:
     seconds_per_step: the median duration of the last steps; None if no duration
       is recorded, as before the first step is done.
     eta: the seconds until the end of the run, if its steps go on taking
-      `seconds_per_step`; None if this is None, or if the run is not running.
+      `seconds_per_step`; None if `seconds_per_step` is None, or if the run is
+      not running.
     metrics: the reward or the loss of the last step, and the score of the last
       evaluation, by the name of the metric.
     checkpoint: the step of the newest checkpoint; None if there is none.

@@ -109,9 +109,9 @@ def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
 def interval(values: np.ndarray) -> tuple[float, float]:
   """Returns the 95 % confidence interval of the mean of values.
 
-  If each value is 0 or 1, the result is the Wilson interval, and otherwise the
-  bootstrap interval. If all values are equal, the bootstrap interval has the
-  width 0.
+  If each value is 0 or 1, the result is the Wilson interval, because the
+  bootstrap interval has the width 0 if all values are equal. Otherwise the
+  result is the bootstrap interval.
   """
   if np.isin(values, (0, 1)).all():
     return wilson(int(values.sum()), len(values))

@@ -109,7 +109,7 @@ def _of_tables(
 
 
 def _folders(name: str) -> list[str]:
-  """Returns the folders of runs in a folder; if there are none, the folder."""
+  """Returns the folders of the runs in a folder, or [name] if it has none."""
   path = pathlib.Path(name)
   if (path / run_folder.METRICS).exists() or not path.is_dir():
     return [name]
@@ -157,7 +157,9 @@ def of_table(
 
 
 def _rang(run: results.Run, name: str, threshold: float) -> np.ndarray:
-  """Returns for each step 1 if an alarm rings, 0 if not, nan if unknown.
+  """Returns for each step whether an alarm rings: 1 if so, 0 if not, or nan.
+
+  It is nan if the step does not have the metric of the alarm.
 
   Args:
     run: the run that was read from a table.

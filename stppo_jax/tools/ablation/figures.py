@@ -172,7 +172,9 @@ def _seeds(counts: Sequence[int]) -> str:
 
 
 def _draw(axes, curves: Sequence[np.ndarray], number: int) -> Any:
-  """Draws the smoothed curves of an arm: thin per seed, thick for their mean.
+  """Draws a thin curve for each seed of an arm, and a thick curve of the means.
+
+  All curves are smoothed.
 
   Returns:
     The thick line.

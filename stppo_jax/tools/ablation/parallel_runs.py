@@ -32,7 +32,7 @@ class Orphan:
 
   @classmethod
   def find(cls, folder: pathlib.Path) -> 'Orphan | None':
-    """Returns the run of a folder if a process of this host is making it."""
+    """Returns the run that a process of this host makes in a folder, if any."""
     holder, is_alive = lock.holder(folder) or (None, False)
     return cls(folder, holder.pid) if holder and is_alive else None
 

@@ -111,8 +111,8 @@ def digest(plan: Plan, arm: study_lib.Arm, config: Any) -> str:
   Only values that differ from `configs/base.py` are part of the digest, so a
   key that is later added to that file changes no digest. If a default is
   changed in that file, the digests of arms that use this default do not change.
-  Then the runs from before the change still count as runs of these arms, but
-  must be made again.
+  Then the earlier runs of these arms are out of date, although their digest is
+  still right. So the user must make these runs again.
 
   Args:
     plan: the plan, which has the config changes of each supervised start.
@@ -141,7 +141,7 @@ def digest(plan: Plan, arm: study_lib.Arm, config: Any) -> str:
 
 
 def other_study(plan: Plan) -> list[str]:
-  """Returns messages about differences between the folder and this study.
+  """Returns messages about differences between the folder's study and `plan`.
 
   The list is empty if the folder is new or contains runs of this study with the
   same settings.

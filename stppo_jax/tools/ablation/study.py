@@ -46,7 +46,7 @@ class Arm:
   def run_name(self, seed: int) -> str:
     """Returns the name of the arm's run that has this seed.
 
-    It can be used as the name of a folder.
+    The name can be used as the name of a folder.
     """
     words = [self.group, self.name, f'seed{seed}']
     return '-'.join(file_name(word) for word in words if word)

@@ -137,7 +137,8 @@ def _start_commands(plan: plan_lib.Plan, runs) -> Commands:
 def _run_commands(plan: plan_lib.Plan, runs) -> Commands:
   """Returns the commands that make or resume the missing runs.
 
-  Of equal runs, only the first run is made. `_copied` copies this run.
+  Of equal runs, only the first run is made. `_copied` copies this run in place
+  of the others.
   """
   commands: Commands = {}
   begun: set[tuple[str, int]] = set()
@@ -158,9 +159,9 @@ def _run_commands(plan: plan_lib.Plan, runs) -> Commands:
 def _add(
   commands: Commands, words: list[str], folder: pathlib.Path, state: str
 ) -> None:
-  """Adds the command of a run, or the process of this host that makes the run.
+  """Adds a run to `commands`: its command, or the process that is making it.
 
-  Nothing is added if another host makes the run.
+  Nothing is added if a process of another host is making the run.
   """
   orphan = parallel_runs.Orphan.find(folder)
   if orphan or state != run_state.RUNNING:
@@ -186,7 +187,7 @@ def _carry_out(
     runs: the runs of the table. This function adds the new runs to the list.
     trains: whether to make the missing runs.
   """
-  damaged: dict[str, str] = {}  # the errors of runs that cannot be read
+  damaged: dict[str, str] = {}  # by run, the error if it cannot be read
   made: set[str] = set()
 
   def gather(*_) -> None:

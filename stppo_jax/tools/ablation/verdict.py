@@ -22,8 +22,8 @@ _OUTCOMES = (
   'collapsed',
   'median step',
 )
-# A column of a run's metrics, the function that reduces the steps of the column
-# to one value of the run, and the format of the value.
+# A measure is a column of a run's metrics, a function that reduces the steps of
+# the column to one value of the run, and the format of this value.
 _Measure = tuple[str, Callable[[np.ndarray], Any], str]
 # Maps the heading of a column in the printed table to the column's measure.
 _INSIDE: Mapping[str, _Measure] = {

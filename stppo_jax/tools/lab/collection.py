@@ -94,13 +94,15 @@ def collect(
     num_updates: the number of optimizer steps after annotating; None for as
       many as a step of the run makes.
     continuations: the number of continuations of each prefix of a trajectory,
-      which sample its value, see `lab.continuations`; 0 for no sampled values.
+      from which the value of the prefix is sampled, see `lab.continuations`; 0
+      for no sampled values.
 
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
   """
-  # This is checked before anything is built: reading data and tokenizer takes a
-  # while, and a wrong flag should be refused without this wait.
+  # The number of continuations is checked before anything is built: reading
+  # data and tokenizer takes a while, and a wrong flag is refused without this
+  # wait.
   if continuations:
     slots = components_lib.num_slots(config, 1) // config.rollout.lanes
     is_local = config.rollout.engine == 'local'
@@ -196,7 +198,7 @@ def _sampled_values(
 
 
 def _with_start(config, workdir):
-  """Returns the config; `model.path` has the weights that the run starts from.
+  """Returns the config; if the run makes its start, `model.path` is this start.
 
   Raises:
     Misconfigured: the run has not made these weights yet, or `workdir` is not
@@ -216,7 +218,7 @@ def _with_start(config, workdir):
 
 
 def _one_epoch(config):
-  """Returns a config with one epoch, because minibatches are made one by one.
+  """Returns the config with one epoch, for a learner of single minibatches.
 
   `learner.minibatches` makes `num_epochs` passes over the rows that it gets.
   Here it gets the rows of a single minibatch, over which one pass is made.

@@ -55,7 +55,7 @@ def required_arrays(estimator: Any) -> frozenset[str]:
 
 
 def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
-  """Checks what an estimator needs and `saved_batch.select` does not check.
+  """Checks the needs of an estimator that `saved_batch.select` does not check.
 
   Raises:
     ValueError: turn ids decrease within a row, so turns have no clear

@@ -296,7 +296,7 @@ def _out_of_range(
 
 
 def locate(problem: str, wrong: np.ndarray) -> str:
-  """Returns a line: the problem, how many elements have it, and the first."""
+  """Returns `problem` with the number and the first place of wrong elements."""
   first = [int(i) for i in np.argwhere(wrong)[0]]
   return f'{problem}; {int(wrong.sum())} entries, the first at {first}'
 

@@ -46,8 +46,8 @@ class Shares(NamedTuple):
   """The shares of tokens that an algorithm changes; one element per group.
 
   Attributes:
-    cut: the shares of tokens whose multiplier is 0 or negative. Their gradient
-      is 0 or against the advantage.
+    cut: the shares of tokens whose multiplier is 0 or negative. The gradient of
+      such a token is 0 or has the wrong sign for the token's advantage.
     weakened: the shares of tokens with a multiplier above 0 and below 0.9.
     amplified: the shares of tokens with a multiplier above 1.1.
   """
@@ -109,7 +109,10 @@ def multipliers(
 
 
 def shares(multipliers_BL: np.ndarray, groups: Groups) -> Shares:
-  """Returns the shares of changed tokens; nan without a multiplier."""
+  """Returns the shares of changed tokens in each group.
+
+  The shares of a group without multipliers are nan.
+  """
 
   def share(of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     found = []

@@ -44,7 +44,7 @@ ARRAYS = (
   'oracle_counts_BL',
 )
 ALL_TURNS = 'all'
-_REMEDY = 'collect with --continuations=N, and N of 2 or more'
+_REMEDY = 'collect the batch with --continuations=N, where N is 2 or more'
 
 
 class Critic(NamedTuple):
@@ -97,7 +97,7 @@ class Correlations(NamedTuple):
 def check(arrays: saved_batch.Arrays) -> None:
   """Raises ValueError if the arrays of a file have no sampled values."""
   if 'oracle_counts_BL' not in arrays:
-    raise ValueError(f'lacks oracle_counts_BL, the sampled values; {_REMEDY}')
+    raise ValueError(f'no sampled values (oracle_counts_BL); {_REMEDY}')
 
 
 def values(arrays: saved_batch.Arrays) -> dict[str, OfTurn]:

@@ -105,7 +105,7 @@ def _topology(name: str) -> topology_lib.Topology:
 
 
 def _choose_devices(topology: topology_lib.Topology, *, compiles: bool) -> None:
-  """Makes jax use CPU devices, as many as compiling for CPU needs."""
+  """Makes jax use CPUs, with as many devices as compiling for CPU needs."""
   if topology.platform == 'cpu' and compiles:
     # jax makes its config's attributes at run time, so pyright misses them.
     devices = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]

@@ -239,7 +239,7 @@ def read(text: str) -> Program:
 def _complete(computations: dict[str, list[Instruction]]) -> None:
   """Sets `times`, `kernel` and `operands` of all instructions.
 
-  They depend on more than the line of the instruction.
+  These fields depend on the lines of other instructions.
   """
   times, kernels = defaultdict(int), set()
   times[next(reversed(computations))] = 1  # the entry computation is last

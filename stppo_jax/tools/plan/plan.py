@@ -131,7 +131,7 @@ class Plan:
   @property
   def seconds(self) -> tuple[float, float]:
     """Returns the lower bound and the expected number of seconds of a step."""
-    sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # by whether a phase collects
+    sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # True for collecting
     for name, phase in self.phases.items():
       side = sides[name in roofline.COLLECTING]
       side[0] += phase.bound
@@ -199,7 +199,7 @@ def make(
   if placement is not None and 'decode' in programs:
     held = held._replace(copied=0)  # the cost of decode includes the copy
   axes = dict(mesh.shape)
-  assert packed.loss_positions_BM is not None  # `packed_shapes` sets them
+  assert packed.loss_positions_BM is not None  # set by `packed_shapes`
   work = metrics.work(
     config,
     learner,

@@ -30,7 +30,7 @@ _LABEL_KEYS = 3  # the most config keys in a label
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """The runs of one experiment; their configs differ only in `_OF_A_RUN`.
+  """The runs of one experiment: only config keys of `_OF_A_RUN` may differ.
 
   Attributes:
     label: a text for legends that tells the group from all other groups.
@@ -135,8 +135,8 @@ def _is_free(key: str) -> bool:
 def _labels(runs: Sequence[run_files.Run]) -> list[str]:
   """Returns a label for each run: its title, and what tells it from others.
 
-  If several runs have the same title, the settings in which they differ are
-  added.
+  If several runs have the same title, some settings in which they differ are
+  added. If labels are still equal, names of folders are added, too.
   """
   titles = [run.title for run in runs]
   labels = []

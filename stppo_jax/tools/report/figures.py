@@ -18,8 +18,8 @@ def draw(
 ) -> None:
   """Draws a panel: a line with a band for each experiment and metric.
 
-  The line is the mean over the experiment's seeds. The band goes from their
-  least to their largest value.
+  The line is the mean over the experiment's seeds. The band goes from the least
+  to the largest value over the seeds.
 
   Args:
     panel: a panel of `panels.layout`.

@@ -8,7 +8,11 @@ from stppo_jax.tools.report import summary
 
 
 def _of_levels(name: str) -> str:
-  """Returns a metric's names for all levels; `name` has {} for the level."""
+  """Returns the names of a metric at all levels, with spaces between them.
+
+  Args:
+    name: the name of the metric, with {} in place of the level.
+  """
   return ' '.join(map(name.format, summary.LEVELS))
 
 

@@ -246,7 +246,7 @@ def _is_tokens(tokens: Any) -> bool:
 
 
 def _has(record: Any, kind: type, *names: str) -> bool:
-  """Returns whether a record is a dict with values of a type under `names`."""
+  """Returns whether a record is a dict with values of `kind` for `names`."""
   return isinstance(record, dict) and all(
     isinstance(record.get(name), kind) for name in names
   )

@@ -74,7 +74,10 @@ def lines(runs: Sequence[run_files.Run]) -> list[Line]:
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
-  """Returns mean, min, max and count of the numbers in values; None if none."""
+  """Returns mean, min, max and count of values; None if all values are None.
+
+  Values that are None are left out.
+  """
   numbers = [value for value in values if value is not None]
   if not numbers:
     return None

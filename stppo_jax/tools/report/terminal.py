@@ -50,7 +50,7 @@ def lines(folder: str, losses: list[str], flags: Any) -> list[str]:
     files.setdefault(found, []).append(path)
   if not files:
     raise exits.Misconfigured(
-      f'{folder}: has no dialogues; writer.{kind} says how many a run writes'
+      f'{folder}: has no dialogues; writer.{kind} sets how many a run writes'
     )
   step = max(files) if flags.step is None else flags.step
   if step not in files:
@@ -73,8 +73,8 @@ def lines(folder: str, losses: list[str], flags: Any) -> list[str]:
     return [title, *table(shown)]
   if not 1 <= flags.number <= len(records):
     raise exits.Misconfigured(
-      f'--number={flags.number}: must be from 1 to {len(records)}, the '
-      f'dialogues of step {step}'
+      f'--number={flags.number}: must be from 1 to {len(records)}, the number '
+      f'of dialogues of step {step}'
     )
   record, colour = records[flags.number - 1], sys.stdout.isatty()
   return [text(record, colour=colour, tokens=flags.tokens)]

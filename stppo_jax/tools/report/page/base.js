@@ -1,6 +1,7 @@
 'use strict';
-// Elements, texts, numbers, the state in the address, and packed data. Every
-// text of a run gets into the page as a text node, never as markup.
+// Makes elements and texts, formats numbers, keeps the state of the page in its
+// address, and unpacks data. Every text of a run gets into the page as a text
+// node, never as markup.
 
 const data = JSON.parse(document.getElementById('data').textContent);
 
@@ -34,8 +35,8 @@ function make(tag, options, ...children) {
   return element;
 }
 
-// Control characters, invisible ones and marks that turn the direction of text
-// are shown as escapes, so that no text looks like another one.
+// Control characters, invisible characters and marks that turn the direction of
+// text are shown as escapes, so that no text looks like another text.
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu;
 
 function escapeOf(character) {
@@ -64,7 +65,7 @@ function visible(text) {
   return String(text).replace(HIDDEN, (c) => (c === '\n' ? c : escapeOf(c)));
 }
 
-// The text on one line.
+// Returns the text on one line.
 function plain(text) {
   return visible(text).replaceAll('\n', ' ');
 }
@@ -78,7 +79,8 @@ function number(value, digits) {
   return String(Number(value.toPrecision(4)));
 }
 
-// The state of the page is in its address, so that a link shows the same.
+// The state of the page is in its address, so that a link to the page shows the
+// page in the same state.
 const address = {
   values: new URLSearchParams(location.hash.slice(1)),
   get(name, otherwise) {
@@ -106,7 +108,8 @@ async function unpack(text) {
   return new Response(stream).text();
 }
 
-// Which experiments are hidden: a click on one in the bar at the top.
+// Returns whether an experiment is hidden. A click on an experiment in the bar
+// at the top hides it or shows it again.
 function isHidden(group) {
   return address.get('hide', '').split(',').includes(String(group));
 }

@@ -3,7 +3,7 @@
 // the range of steps that is shown and the step under the pointer.
 
 const metricsOfRun = [];  // {steps, columns} of each run, once unpacked
-const figures = new Set();  // those that are drawn now
+const figures = new Set();  // the figures that are drawn now
 
 async function loadMetrics() {
   const loaded = await Promise.all(data.metrics.map(unpack));
@@ -14,8 +14,8 @@ function runsOf(group) {
   return data.runs.map((_, n) => n).filter((n) => data.runs[n].group === group);
 }
 
-// Mean, least and largest value over the seeds of an experiment at each step:
-// [{x, mean, low, high, count}].
+// Returns the mean, the least and the largest value over the seeds of an
+// experiment at each step x: [{x, mean, low, high, count}].
 function band(group, metric) {
   const values = new Map();
   for (const run of runsOf(group)) {
@@ -79,7 +79,7 @@ function xRange() {
   return high > low ? [low, high] : [low, low + 1];
 }
 
-// What a figure draws: one line for each experiment and metric.
+// Returns the lines that a figure draws: one for each experiment and metric.
 function seriesOf(panel, shown) {
   const groups = visibleGroups();
   const several = data.groups.length > 1;
@@ -99,7 +99,7 @@ function seriesOf(panel, shown) {
   return found;
 }
 
-// The part of the metrics' names that tells them apart.
+// Returns the part of each metric's name that differs between the metrics.
 function shortNames(metrics) {
   if (metrics.length === 1) return [metrics[0]];
   const parts = metrics.map((name) => name.split('/'));
@@ -113,7 +113,8 @@ function shortNames(metrics) {
     .replace(/^turn_/, 'turn '));
 }
 
-const MOST_METRICS = 2;  // shown at first where experiments are compared
+// The most metrics that a figure shows at first if it compares experiments.
+const MOST_METRICS = 2;
 
 class Figure {
   constructor(panel, many) {
@@ -274,7 +275,7 @@ class Figure {
     this.drawKeys(step);
   }
 
-  // The legend; with a step under the pointer, the values there.
+  // Draws the legend. It has the values at the step under the pointer, if any.
   drawKeys(step) {
     const several = this.panel.metrics.length > 1;
     const many = data.groups.length > 1;
@@ -317,14 +318,14 @@ function sample(colour, dash) {
   return svg;
 }
 
-// The step next to the pointer that some line has; null if there are no lines.
+// Returns the step that is nearest to the pointer; null if there are no steps.
 function nearest(steps, step) {
   return steps.reduce((a, b) => (
     a === null || Math.abs(b - step) < Math.abs(a - step) ? b : a), null);
 }
 
-// The point of a line at a step; the last one if no step is asked for, and none
-// where the line has no point.
+// Returns the point of a line at a step, or undefined if the line has no point
+// there. If the step is null, the last point is returned.
 function pointAt(points, step) {
   if (step === null) return points[points.length - 1];
   return points.find((point) => point.x === step);

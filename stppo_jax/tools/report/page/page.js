@@ -57,7 +57,7 @@ function curves() {
   ];
 }
 
-// A figure of a metric that the reader names.
+// Makes a figure of a metric that the reader names.
 function ownPanel() {
   const names = [...new Set(metricsOfRun.flatMap((m) => (
     Object.keys(m.columns))))].sort();
@@ -77,7 +77,7 @@ function ownPanel() {
   return make('div', {}, make('div', {class: 'controls'}, input, list), place);
 }
 
-// Pictures of other commands.
+// Shows the pictures that another command has added to the page.
 function pictures() {
   return Object.entries(data.pictures).map(([name, source]) => (
     section(name, '', make('img', {src: source, alt: name}))));

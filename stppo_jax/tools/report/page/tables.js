@@ -33,7 +33,8 @@ function section(title, note, ...content) {
     note ? make('p', {class: 'note'}, note) : null, ...content);
 }
 
-// A table of texts, such as those of a study; its first row is the heading.
+// Makes a table of texts, such as a table of a study. The first row is the
+// heading.
 function textTable([titles, ...rows]) {
   return scroller(make('table', {}, head(titles), make('tbody', {},
     rows.map((row) => make('tr', {}, row.map((text) => cell(text)))))));
@@ -112,7 +113,7 @@ function evaluationTable() {
     groupHead('metric', groups), make('tbody', {}, rows)));
 }
 
-// A bar for each run: where its time went.
+// Draws a bar for each run, with the time of each phase of the run.
 function phaseBars() {
   const phases = [...new Set(data.phases.flatMap((p) => Object.keys(p)))];
   const keys = phases.map((phase, n) => make('span', {class: 'value'},
@@ -135,9 +136,9 @@ function phaseBars() {
   return make('div', {class: 'card'}, make('div', {class: 'keys'}, keys), bars);
 }
 
-// The share of tokens outside the bounds in turn 1, 2, ...: a bar for each
-// experiment, its seeds pooled. Few tokens are no evidence: such bars are
-// hatched.
+// Draws the share of tokens outside the bounds in turn 1, 2, and so on, with a
+// bar for each experiment. The tokens of all seeds of an experiment count
+// together. Few tokens are no evidence, so bars with fewer tokens are hatched.
 const fewTokens = 30;
 function turnBars() {
   const levels = ['token', 'turn', 'sentence', 'sequence'].filter((level) => (

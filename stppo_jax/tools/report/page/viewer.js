@@ -2,9 +2,9 @@
 // The viewer of dialogues: a list that draws only what is visible, filters,
 // sorting, and a dialogue with its tokens coloured.
 
-let index = null;  // the columns of all dialogues, and the texts they number
+let index = null;  // the columns of all dialogues, and lists of their texts
 const ROW = 52;  // pixels of a row of the list
-const KEPT_PARTS = 60;  // unpacked steps that are kept
+const KEPT_PARTS = 60;  // the most unpacked parts that are kept in memory
 
 async function loadIndex() {
   index = JSON.parse(await unpack(data.index));
@@ -16,18 +16,18 @@ async function loadIndex() {
   });
 }
 
-// The parts come behind this program in the file.
+// The parts come after this program in the file, so it must be read to its end.
 const isRead = new Promise((done) => {
   if (document.readyState !== 'loading') done();
   else document.addEventListener('DOMContentLoaded', done);
 });
 
-const unpacked = new Map();  // part -> promise of its dialogues
+const unpacked = new Map();  // a part's number to the promise of its dialogues
 
 function part(number) {
   let promise = unpacked.get(number);
   if (promise) {
-    unpacked.delete(number);  // to the end: it was used last
+    unpacked.delete(number);  // moves to the end, because it was used last
   } else {
     promise = isRead.then(() => (
       unpack(document.getElementById(`part-${number}`).textContent)))
@@ -76,7 +76,7 @@ const ORDERS = {
 const FILTERS = ['run', 'step', 'kind', 'status', 'least', 'most', 'clip',
   'searches', 'text'];
 
-// The numbers of the dialogues that pass all filters but that of the text.
+// Returns the numbers of the dialogues that pass all filters but the text.
 function filtered() {
   const c = index.columns;
   const get = (name) => address.get(name, '');
@@ -84,7 +84,7 @@ function filtered() {
     get(name) === '' ? otherwise : Number(get(name)));
   const run = limit('run', null);
   const step = limit('step', null);
-  // Only tokens of training have colours, so it is what is shown at first.
+  // Only tokens of training have colours, so training is shown at first.
   const kind = get('kind') === 'all' || !c.kind.includes(0) ? null
     : limit('kind', 0);
   const status = get('status');
@@ -115,7 +115,7 @@ function sorted(numbers) {
   return numbers.sort((a, b) => {
     const [x, y] = [value(c, a), value(c, b)];
     if (x === y) return a - b;
-    if (x === null) return 1;  // what has no value is last in both directions
+    if (x === null) return 1;  // without a value, last in both directions
     if (y === null) return -1;
     return sign * (x < y ? -1 : 1);
   });
@@ -123,8 +123,8 @@ function sorted(numbers) {
 
 let search = 0;  // the number of the newest search
 
-// Keeps the dialogues that contain the text, step by step: the steps are
-// unpacked one after the other, and what is found is shown at once.
+// Shows the dialogues that contain the text. Their parts are unpacked one after
+// the other, and after every 50 parts the dialogues found so far are shown.
 async function searchText(numbers, text, show) {
   const mine = ++search;
   const wanted = text.toLowerCase();
@@ -321,7 +321,7 @@ function stepOf(n) {
   return `${c.kind[n] ? 'evaluation at ' : ''}step ${c.step[n]}`;
 }
 
-// What the address calls a dialogue.
+// Returns the name of a dialogue in the address of the page.
 function nameOf(n) {
   const c = index.columns;
   return `${c.run[n]}.${c.step[n]}.${c.place[n]}${c.kind[n] ? '.e' : ''}`;
@@ -572,7 +572,7 @@ function viewer() {
   let waiting = 0;
   const apply = () => {
     clearTimeout(waiting);
-    search += 1;  // an older search is given up
+    search += 1;  // ends an older search
     const text = address.get('text', '').trim();
     const numbers = filtered();
     document.getElementById('direction')?.classList.toggle('on',
@@ -622,7 +622,7 @@ function viewer() {
       make('span', {class: 'dim'}, 'keys: j k / c 1–8')), box), detail)];
 }
 
-// So many of the sorted numbers, around one of them.
+// Returns `count` of the sorted numbers, around the number n.
 function around(numbers, n, count) {
   const place = numbers.indexOf(n);
   const start = Math.min(Math.max(place - Math.floor(count / 2), 0),
@@ -630,7 +630,7 @@ function around(numbers, n, count) {
   return numbers.slice(start, start + count);
 }
 
-let keys = () => {};  // what a key does in the viewer that is shown
+let keys = () => {};  // handles keys in the viewer that is shown
 document.addEventListener('keydown', (event) => {
   if (document.getElementById('list')) keys(event);
 });
