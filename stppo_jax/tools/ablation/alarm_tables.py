@@ -41,7 +41,7 @@ class Rings(NamedTuple):
   without a value model, is in neither `steps` nor `counts`.
 
   Attributes:
-    curve: the success of the run in a few numbers.
+    curve: the curve that describes the success of the run.
     steps: maps the name of an alarm to the steps in which the alarm rang.
     counts: maps the name of an alarm to the number of steps that have the
       alarm's metric. Only in these steps could the alarm ring.

@@ -87,8 +87,8 @@ def draw(
       page = _page(study, groups, by_arm, rows, height)
       for suffix in formats:
         paths.append(folder / f'{study.name}_{name}.{suffix}')
-        # The tight box leaves room for arm names and titles that are wider than
-        # the margins.
+        # With bbox_inches='tight', the picture grows to hold names of arms and
+        # titles that are wider than the margins.
         page.savefig(paths[-1], bbox_inches='tight', **_SAVED[suffix])
   return paths
 

@@ -1,4 +1,4 @@
-"""Computes intervals and paired differences of the arms of a study."""
+"""Computes means with 95 % intervals, and differences between arms."""
 
 from collections.abc import Callable, Sequence
 import itertools

@@ -1,1 +1,1 @@
-"""Computes algorithms on the tokens of one saved batch."""
+"""Computes losses and advantages on the tokens of one saved batch."""

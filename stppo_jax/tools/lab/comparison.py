@@ -42,7 +42,7 @@ class Comparison(NamedTuple):
 
 
 def compare(compared: Compared) -> Comparison:
-  """Computes every algorithm without entropy bonus, and compares the results.
+  """Computes all losses and gradients without entropy bonus, and compares them.
 
   Raises:
     saved_batch.NotFinite: a result is too large for the precision; the message

@@ -1,4 +1,4 @@
-"""Computes algorithms and estimators on a saved batch, and prints the results.
+"""Computes losses and advantages on a saved batch, and prints the results.
 
 Everything is computed on CPU. Every public function is a command of `lab`. It
 takes the flags of the command, and options. The options of an algorithm or an

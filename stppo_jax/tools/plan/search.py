@@ -188,7 +188,7 @@ def _tried(config, changes: Changes, planner: Planner) -> MeshCandidate:
   """Returns the plan of a config with changes, or the reason of a refusal."""
   changes = dict(changes)
   if changes.get('mesh.data') == 1 and 'mesh.fsdp' not in changes:
-    changes['mesh.fsdp'] = -1  # fsdp takes the devices of data
+    changes['mesh.fsdp'] = -1  # fsdp gets the devices of the axis data
   try:
     return MeshCandidate(changes, planner(changed(config, changes)))
   except exits.Misconfigured as error:

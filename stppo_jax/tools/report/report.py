@@ -12,7 +12,7 @@ from stppo_jax.tools.report import run_files
 from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import bucket_files
 
-MOST_DIALOGUES, MOST_MEGABYTES = 5000, 25  # limits of a page
+MOST_DIALOGUES, MOST_MEGABYTES = 5000, 25  # the default limits of a page
 _MEGABYTE = 1_000_000
 
 

@@ -106,7 +106,7 @@ class Run:
 
   @functools.cached_property
   def curve(self) -> success_curve.Curve:
-    """Returns the success of the run in a few numbers."""
+    """Returns the curve that describes the success of the run."""
     rewards = self.column(REWARD)
     return success_curve.curve(np.array(list(rewards.values())), list(rewards))
 
