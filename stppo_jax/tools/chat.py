@@ -73,7 +73,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
 
 
 def _lines(stream: TextIO) -> Iterator[str]:
-  """Yields the lines that are not empty, and asks for each on a terminal."""
+  """Yields the lines that are not empty; prompts for lines on a terminal."""
   while True:
     if stream.isatty():
       print('? ', end='', flush=True)

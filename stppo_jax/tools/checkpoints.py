@@ -113,8 +113,8 @@ def export(
   Only the policy's weights are read from the checkpoint. They are sharded over
   the largest number of devices that divides the model width, whatever the mesh
   of the run was. `config.model` says where the shape and the tokenizer come
-  from and, if adapters were trained, the frozen weights under them. Nothing in
-  `workdir` is changed, so the run may still be training.
+  from and, if adapters were trained, the frozen weights under the adapters.
+  Nothing in `workdir` is changed, so the run may still be training.
 
   Args:
     config: the config of the run.

@@ -306,8 +306,8 @@ def _collect_all(
   if not left:
     return records
   collector = build_collector(config, services, components, params)
-  # The random key of a dialogue depends only on the dialogue's number in
-  # `rows`, so an interruption does not change the key.
+  # The random key of a dialogue depends on the seed and on the dialogue's
+  # number in `rows`, so an interruption does not change the key.
   key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
   row_keys = keys_lib.row_keys(key, 0, len(rows))
   record = functools.partial(record_of, config, services, components.tokenizer)

@@ -211,7 +211,7 @@ def memory(available: int | None, needed: int = 0) -> Finding:
 def available_memory() -> int | None:
   """Returns the free bytes of the host's memory; None if they are not known.
 
-  In a container, the result is at most what the container's limit leaves free.
+  In a container, the result is at most the memory that its limit leaves free.
   """
   free = []
   try:
@@ -230,7 +230,7 @@ def available_memory() -> int | None:
 
 
 def folder(name: str, path: pathlib.Path, *, needed: int = 0) -> Finding:
-  """Checks that a folder can be written, and that its disk has room.
+  """Checks that a folder can be written or made, and that its disk has room.
 
   Args:
     name: the name of the folder in the finding, such as 'workdir'.

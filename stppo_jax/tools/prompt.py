@@ -39,7 +39,7 @@ def lines(config, question: str, turns: Sequence[str]) -> Iterator[str]:
 
   Raises:
     Misconfigured: the config is wrong, or a file that it names is missing or
-      does not fit it.
+      does not fit the config.
   """
   with exits.as_misconfigured():
     questions = components.build_questions(config)

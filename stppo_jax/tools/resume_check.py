@@ -107,8 +107,8 @@ def differences(
   Arrays are compared by their fingerprints.
 
   Returns:
-    A line for each array, and for each recorded value of the host, that
-    differs; and the number of arrays.
+    A line for each array that differs and for each recorded value of the host
+    that differs, and the number of arrays.
 
   Raises:
     NothingToCompare: a checkpoint is missing or damaged.

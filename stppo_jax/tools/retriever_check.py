@@ -124,7 +124,7 @@ async def _examine_address(client: http_client.Client) -> Said:
 async def _examine_dialects(
   client: http_client.Client, asked: Examination
 ) -> tuple[list[str], str]:
-  """Returns which dialects the server answers in, and the dialect to use."""
+  """Returns the dialects that the server speaks, and the dialect to use."""
   failures = await attempts.spoken(client, asked.query, corpus=asked.corpus)
   # A server may answer in several dialects; `stppo_jax serve` answers in all.
   spoken = [name for name, failure in failures.items() if failure is None]

@@ -237,7 +237,10 @@ def _state(
 
 
 def _last_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-  """Returns the last records of a metrics file, see `_parsed`; [] if none."""
+  """Returns the newest records of a metrics file, as `_parsed` yields them.
+
+  The list is empty if the file cannot be read.
+  """
   try:
     with open(path, 'rb') as file:
       # The reading may begin inside a line; `_parsed` skips such a line.

@@ -151,8 +151,8 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def majority(groups: Sequence[Sequence[Record]]) -> float:
   """Returns the share of questions that the best constant answer gets right.
 
-  The constant answer is a golden answer of some question or, if questions have
-  options, it may be the letter of an option.
+  The constant answer is a golden answer of some question. If questions have
+  options, it may also be the letter of an option.
   """
   counts: dict[str, int] = {}
   for group in groups:

@@ -41,7 +41,7 @@ class Rings(NamedTuple):
   without a value model, is in neither `steps` nor `counts`.
 
   Attributes:
-    curve: the curve that describes the success of the run.
+    curve: the success of the run in a few numbers.
     steps: maps the name of an alarm to the steps in which the alarm rang.
     counts: maps the name of an alarm to the number of steps that have the
       alarm's metric. Only in these steps could the alarm ring.
@@ -109,7 +109,7 @@ def _of_tables(
 
 
 def _folders(name: str) -> list[str]:
-  """Returns the folders of the runs in a folder, or [name] if it has none."""
+  """Returns the run folders inside the folder `name`, or else [name]."""
   path = pathlib.Path(name)
   if (path / run_folder.METRICS).exists() or not path.is_dir():
     return [name]
@@ -157,9 +157,9 @@ def of_table(
 
 
 def _rang(run: results.Run, name: str, threshold: float) -> np.ndarray:
-  """Returns for each step whether an alarm rings: 1 if so, 0 if not, or nan.
+  """Returns for each step 1 if an alarm rings, and 0 if the alarm does not.
 
-  It is nan if the step does not have the metric of the alarm.
+  The value of a step without the alarm's metric is nan.
 
   Args:
     run: the run that was read from a table.

@@ -14,7 +14,7 @@ from stppo_jax import interruption
 from stppo_jax.workdir import heartbeat
 from stppo_jax.workdir import lock
 
-_POLL = 0.2  # seconds between two checks of which commands have ended
+_POLL = 0.2  # seconds between two checks for ended commands
 
 
 class Orphan:
@@ -74,7 +74,7 @@ def run(
   Args:
     commands: maps the name of a run to the words of its command, or to an
       `Orphan` if the run is already being made. Orphans come first, and each
-      takes the place of a command.
+      counts as one of the commands that run at once.
     jobs: the number of commands that run at once.
     compiled: the folder of the compilation cache of all commands. The variable
       JAX_COMPILATION_CACHE_DIR takes precedence if it is set.

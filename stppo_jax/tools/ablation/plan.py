@@ -111,8 +111,8 @@ def digest(plan: Plan, arm: study_lib.Arm, config: Any) -> str:
   Only values that differ from `configs/base.py` are part of the digest, so a
   key that is later added to that file changes no digest. If a default is
   changed in that file, the digests of arms that use this default do not change.
-  Then the earlier runs of these arms are out of date, although their digest is
-  still right. So the user must make these runs again.
+  Then the earlier runs of these arms are out of date, although their digests
+  still equal the digests of the arms. So the user must make these runs again.
 
   Args:
     plan: the plan, which has the config changes of each supervised start.

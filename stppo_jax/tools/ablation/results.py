@@ -95,7 +95,7 @@ class Run:
 
   @functools.cached_property
   def curve(self) -> success_curve.Curve:
-    """Returns the curve that describes the success of the run."""
+    """Returns the success of the run in a few numbers, see `Curve`."""
     return success_curve.curve(self.per_step('success'))
 
 

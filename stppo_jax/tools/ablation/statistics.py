@@ -44,9 +44,10 @@ class Difference(NamedTuple):
     larger: the number of seeds whose difference is positive.
     estimate: the mean difference with its bootstrap interval over seeds.
     p: the two-sided p-value of a sign-flip test: the probability that the mean
-      difference would be at least as far from 0 if the sign of each seed's
-      difference were random. If there are n seeds and n is at most 12, p is at
-      least 2 / 2^n. If the difference of a seed is nan, p is nan.
+      difference would be at least as far from 0 as the observed mean if the
+      sign of each seed's difference were random. If there are n seeds and n is
+      at most 12, p is at least 2 / 2^n. If the difference of a seed is nan, p
+      is nan.
   """
 
   seeds: int
@@ -85,7 +86,7 @@ def _sign_flip(deltas: np.ndarray) -> float:
 def over_numbers(
   reduce: Callable[[np.ndarray], Any], values: np.ndarray
 ) -> float:
-  """Applies `reduce` to the values that are not nan; returns nan if all are."""
+  """Returns `reduce` of the values that are not nan, or nan if all are nan."""
   found = values[~np.isnan(values)]
   return float(reduce(found)) if len(found) else math.nan
 

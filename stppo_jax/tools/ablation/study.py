@@ -73,7 +73,7 @@ class Study:
 
   @property
   def groups(self) -> dict[str, list[Arm]]:
-    """Returns the arms of each group, by the name of the group."""
+    """Returns the arms by the name of their group, in the study's order."""
     groups: dict[str, list[Arm]] = {}
     for arm in self.arms:
       groups.setdefault(arm.group, []).append(arm)
@@ -163,7 +163,7 @@ def _arm(start, group, name, changes, starts) -> Arm:
 
 
 def file_name(text: str) -> str:
-  """Returns a text with `_` for all characters that do not suit a file name."""
+  """Returns a text with `_` in place of characters unfit for a file name."""
   return re.sub(r'[^A-Za-z0-9_.+-]+', '_', text)
 
 

@@ -137,8 +137,8 @@ def _start_commands(plan: plan_lib.Plan, runs) -> Commands:
 def _run_commands(plan: plan_lib.Plan, runs) -> Commands:
   """Returns the commands that make or resume the missing runs.
 
-  Of equal runs, only the first run is made. `_copied` copies this run in place
-  of the others.
+  Of equal runs, only the first run is made. `_copied` copies its results for
+  the other runs.
   """
   commands: Commands = {}
   begun: set[tuple[str, int]] = set()
@@ -187,7 +187,7 @@ def _carry_out(
     runs: the runs of the table. This function adds the new runs to the list.
     trains: whether to make the missing runs.
   """
-  damaged: dict[str, str] = {}  # by run, the error if it cannot be read
+  damaged: dict[str, str] = {}  # a run's name to the error of reading it
   made: set[str] = set()
 
   def gather(*_) -> None:

@@ -198,7 +198,9 @@ def _sampled_values(
 
 
 def _with_start(config, workdir):
-  """Returns the config; if the run makes its start, `model.path` is this start.
+  """Returns the config with the start that the run has made as `model.path`.
+
+  If the run does not make its start, the config is returned unchanged.
 
   Raises:
     Misconfigured: the run has not made these weights yet, or `workdir` is not
@@ -245,8 +247,8 @@ def _newest(
   # An adaptive controller may have changed the coefficient since the start of
   # the run. This collection uses the coefficient that the run would use now.
   learner.kl_coefficient = host['kl_coefficient']
-  # The checkpoint may hold earlier policies, with which the run collects ahead.
-  # They are not needed here.
+  # The checkpoint may hold earlier policies, with which the run collects later
+  # steps ahead. These policies are not needed here.
   return step, dataclasses.replace(state, published=())
 
 

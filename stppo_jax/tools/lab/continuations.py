@@ -135,7 +135,7 @@ class Sampled(NamedTuple):
   Attributes:
     row, position: see `Prefix`.
     rewards: for each continuation that the infrastructure did not fail, the sum
-      of its rewards.
+      of its outcome reward and of the rewards of its turns after the cut.
   """
 
   row: int

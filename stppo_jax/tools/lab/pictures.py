@@ -76,7 +76,7 @@ def _draw_cosines(axes, cosines: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def levels_page(levels: levels_lib.Levels) -> figure.Figure:
-  """Draws the ratios at each level, with the bounds that apply there."""
+  """Draws the ratios at each level, with the bounds on the level's ratios."""
   shown = levels.log_ratios
   tails = [np.quantile(x, (_TAIL, 1 - _TAIL)) for x in shown.values()]
   finite = [
@@ -112,7 +112,7 @@ def levels_page(levels: levels_lib.Levels) -> figure.Figure:
         text = f'{", ".join(labels)}: {outside:.1%} of the tokens outside'
         for bound in filter(math.isfinite, _log_bounds(bounds)):
           axes.axvline(bound, label=text, linewidth=1.2, **plots.line(i))
-          text = '_'  # the upper bound gets no entry of its own in the legend
+          text = '_'  # a second bound gets no entry of its own in the legend
       if alike:
         axes.legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
     panels[-1].set_xlabel('log-ratio, mean over the segment')

@@ -140,7 +140,8 @@ def load_advantages(
 
   Args:
     path: the path of the file.
-    loss_mask_BL: the loss mask of the saved batch that has these advantages.
+    loss_mask_BL: the loss mask of the saved batch to which the advantages
+      belong.
     dtype: the dtype of the computation.
 
   Raises:
@@ -166,8 +167,9 @@ def select(
 
   Args:
     arrays: the arrays of a batch file, see `load`.
-    readers: maps the name of each required array to the name of what reads the
-      array, for error messages. One of these arrays is 'loss_mask_BL'.
+    readers: maps the name of each required array to the name of the array's
+      reader, such as an algorithm, for error messages. One of these arrays is
+      'loss_mask_BL'.
     dtype: the dtype of the computation.
 
   Raises:
@@ -201,7 +203,7 @@ def select(
     if ARRAY_KINDS[name] is _MASK:
       converted[name] = array.astype(bool)
     elif ARRAY_KINDS[name] is _REALS:
-      with np.errstate(over='ignore'):  # too large values are reported below
+      with np.errstate(over='ignore'):  # an overflow is reported below
         converted[name] = array.astype(dtype)
       problems += not_finite(name, converted[name], mask_BL)
       if name.endswith('logprobs_BL'):
@@ -228,7 +230,7 @@ def select(
 def select_optional(
   arrays: Arrays, names: Iterable[str], *, dtype: type[np.floating]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-  """Returns the valid ones of some optional arrays, and lines about the others.
+  """Returns the valid optional arrays, and lines about the invalid arrays.
 
   Args:
     arrays: the arrays of a batch file, see `load`, with a valid loss_mask_BL.
@@ -302,7 +304,7 @@ def locate(problem: str, wrong: np.ndarray) -> str:
 
 
 def _renumbered(ids: np.ndarray) -> np.ndarray:
-  """Returns int32 numbers from 0 in place of ids; equal ids stay equal."""
+  """Returns ids renumbered as 0, 1, ... in int32; equal ids stay equal."""
   _, numbers = np.unique(ids, return_inverse=True)
   return numbers.reshape(ids.shape).astype(np.int32)
 

@@ -65,9 +65,10 @@ class Instruction:
     opcode: the operation's name in HLO.
     arrays: the arrays of the result on each device.
     rest: the rest of the line, from the arguments on.
-    times: how often the instruction runs. In the body of a loop, all iterations
-      count, and if the loop may end early, the largest possible number of
-      iterations. A loop whose trip count is unknown counts as one iteration.
+    times: how often the instruction runs. In the body of a loop, each iteration
+      counts. A loop that may end early counts with its largest possible number
+      of iterations, and a loop whose trip count is unknown counts as one
+      iteration.
     kernel: the name of the fused computation that has the instruction; '' if no
       fused computation has it.
     operands: the arrays of each argument; () for an argument that is not known.

@@ -51,8 +51,8 @@ class Plan:
     collectors: the number of hosts that only collect. Each of them has as many
       devices as a host that learns.
     held: the bytes that the run holds, without the temporaries of programs.
-    estimated: the bytes of an update's temporaries as a formula estimates them,
-      by the name of the part.
+    estimated: the bytes of each part of an update's temporaries, by the name of
+      the part, as a formula estimates them.
     programs: the costs of the compiled programs, by name.
     work: the sizes of a step.
     phases: the phases of a step by name, see `roofline.phases`.
@@ -76,7 +76,7 @@ class Plan:
 
   @property
   def num_chips(self) -> int:
-    """The number of chips, including those of hosts that only collect."""
+    """The number of chips, with the chips of hosts that only collect."""
     beside = self.collectors * self.topology.per_host
     return self.topology.num_chips + beside // self.topology.limits.per_chip
 

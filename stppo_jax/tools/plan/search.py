@@ -156,10 +156,10 @@ def advice(
 
 
 def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
-  """Yields changes that save memory; those that cost the least time first."""
+  """Yields changes that save memory; the cheapest in time come first."""
   updates, rollout = config.updates, config.rollout
   shards = math.prod(plan.axes[axis] for axis in mesh_lib.BATCH_AXES)
-  if rollout.engine == 'local' and rollout.slots:  # 0: as many slots as fit
+  if rollout.engine == 'local' and rollout.slots:  # 0 means as many as fit
     for part in (2, 4, 8):
       if rollout.slots % part == 0:
         yield 'rollout.slots', rollout.slots // part

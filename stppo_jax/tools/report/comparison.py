@@ -133,10 +133,10 @@ def _is_free(key: str) -> bool:
 
 
 def _labels(runs: Sequence[run_files.Run]) -> list[str]:
-  """Returns a label for each run: its title, and what tells it from others.
+  """Returns a label for each run, which begins with the title of the run.
 
-  If several runs have the same title, some settings in which they differ are
-  added. If labels are still equal, names of folders are added, too.
+  If several runs have the same title, some settings in which these runs differ
+  are added. If labels are still equal, names of folders are added, too.
   """
   titles = [run.title for run in runs]
   labels = []

@@ -134,6 +134,6 @@ def push(folder: pathlib.Path, name: str, *, yes: bool) -> None:
   for file in names:
     print(f'would push {file}: {(folder / file).stat().st_size:,} bytes')
   print(
-    f'to {hub.address(name)} (a repository that is new is made private). '
+    f'to {hub.address(name)} (if this repository is new, it is made private). '
     f'Look at {folder / CARD}, then repeat the command with --yes'
   )

@@ -15,7 +15,7 @@ def figures(path: pathlib.Path) -> pathlib.Path:
 
 
 def problem(path: pathlib.Path, *, has_figures: bool = False) -> str:
-  """Returns why a report must not be written to a path; '' if it may be.
+  """Returns the reason against writing a report to a path; '' if there is none.
 
   Args:
     path: the file of the report.

@@ -173,7 +173,7 @@ def _lines(run: run_files.Run) -> Mapping[str, Any]:
 def _script_json(value: Any) -> str:
   """Returns a value as JSON that cannot end the script element around it."""
   # HTML has no escapes inside a script element, which ends at the first
-  # </script>, even in a string. So JSON writes <, > and & by their codes.
+  # </script>, even in a string. So <, > and & are written as escapes of JSON.
   text = json.dumps(value, separators=(',', ':'), allow_nan=False)
   for character in '<>&':
     text = text.replace(character, f'\\u{ord(character):04x}')

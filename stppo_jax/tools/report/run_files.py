@@ -81,8 +81,8 @@ class Run:
   def columns(self) -> dict[str, dict[int, float]]:
     """Returns the finite values of each metric, by metric and then by step.
 
-    The metrics have the order of the lines. The metrics outside/LEVEL and
-    outside/LEVEL/turn_N, which are computed here, come last.
+    The metrics are in the order in which the lines first name them. The metrics
+    outside/LEVEL and outside/LEVEL/turn_N, which are computed here, come last.
     """
     columns: dict[str, dict[int, float]] = {}
     for line in self.lines:
@@ -106,7 +106,7 @@ class Run:
 
   @functools.cached_property
   def curve(self) -> success_curve.Curve:
-    """Returns the curve that describes the success of the run."""
+    """Returns the success of the run in a few numbers, see `Curve`."""
     rewards = self.column(REWARD)
     return success_curve.curve(np.array(list(rewards.values())), list(rewards))
 
@@ -154,7 +154,7 @@ def read(folder: str, place: str = '') -> Run:
     place: the address of the run, if the folder was downloaded from a bucket.
 
   Raises:
-    Misconfigured: as for `check`, or the run has written no metrics yet.
+    Misconfigured: `check` raises it, or the run has written no metrics yet.
   """
   place = place or folder
   state = check(folder, place)
@@ -225,7 +225,7 @@ def _is_turn(turn: Any) -> bool:
 
 
 def _is_tokens(tokens: Any) -> bool:
-  """Returns whether the values of a turn's tokens are complete and valid."""
+  """Returns whether the lists and the ratio in a turn's `tokens` are valid."""
   if not _has(tokens, list, 'characters', 'clipped'):
     return False
   characters = tokens['characters']
@@ -246,7 +246,7 @@ def _is_tokens(tokens: Any) -> bool:
 
 
 def _has(record: Any, kind: type, *names: str) -> bool:
-  """Returns whether a record is a dict with values of `kind` for `names`."""
+  """Returns whether a record is a dict with a value of `kind` at each name."""
   return isinstance(record, dict) and all(
     isinstance(record.get(name), kind) for name in names
   )

@@ -37,7 +37,7 @@ class Line(NamedTuple):
 
   Attributes:
     name: the name of the value that the line shows.
-    value: a function that returns the value of a run; None if the run has no
+    value: a function that returns the value of a run, or None if the run has no
       such value.
     digits: the number of decimal places.
     note: the explanation that is shown beside the name.

@@ -275,7 +275,8 @@ class Figure {
     this.drawKeys(step);
   }
 
-  // Draws the legend. It has the values at the step under the pointer, if any.
+  // Draws the legend, with values at the step under the pointer. If there is no
+  // such step and the figure has one metric, the last values are shown.
   drawKeys(step) {
     const several = this.panel.metrics.length > 1;
     const many = data.groups.length > 1;

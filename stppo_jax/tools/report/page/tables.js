@@ -138,7 +138,8 @@ function phaseBars() {
 
 // Draws the share of tokens outside the bounds in turn 1, 2, and so on, with a
 // bar for each experiment. The tokens of all seeds of an experiment count
-// together. Few tokens are no evidence, so bars with fewer tokens are hatched.
+// together. Few tokens are no evidence, so a bar of fewer than `fewTokens`
+// tokens is hatched.
 const fewTokens = 30;
 function turnBars() {
   const levels = ['token', 'turn', 'sentence', 'sequence'].filter((level) => (

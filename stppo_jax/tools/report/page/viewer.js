@@ -16,7 +16,8 @@ async function loadIndex() {
   });
 }
 
-// The parts come after this program in the file, so it must be read to its end.
+// The parts come after this program in the file, so the whole file must be read
+// before a part can be found.
 const isRead = new Promise((done) => {
   if (document.readyState !== 'loading') done();
   else document.addEventListener('DOMContentLoaded', done);
@@ -84,7 +85,7 @@ function filtered() {
     get(name) === '' ? otherwise : Number(get(name)));
   const run = limit('run', null);
   const step = limit('step', null);
-  // Only tokens of training have colours, so training is shown at first.
+  // Only dialogues of training have coloured tokens, so these are shown first.
   const kind = get('kind') === 'all' || !c.kind.includes(0) ? null
     : limit('kind', 0);
   const status = get('status');
@@ -115,7 +116,8 @@ function sorted(numbers) {
   return numbers.sort((a, b) => {
     const [x, y] = [value(c, a), value(c, b)];
     if (x === y) return a - b;
-    if (x === null) return 1;  // without a value, last in both directions
+    // Dialogues without a value come last in both directions.
+    if (x === null) return 1;
     if (y === null) return -1;
     return sign * (x < y ? -1 : 1);
   });
@@ -123,8 +125,9 @@ function sorted(numbers) {
 
 let search = 0;  // the number of the newest search
 
-// Shows the dialogues that contain the text. Their parts are unpacked one after
-// the other, and after every 50 parts the dialogues found so far are shown.
+// Shows the dialogues among `numbers` that contain the text. The parts of all
+// these numbers are unpacked one after the other, and after every 50 parts the
+// dialogues found so far are shown.
 async function searchText(numbers, text, show) {
   const mine = ++search;
   const wanted = text.toLowerCase();
