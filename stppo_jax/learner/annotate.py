@@ -4,8 +4,9 @@ B trajectories, L tokens, M loss positions, X experts.
 
 One jitted function over the whole collected batch computes log-probabilities of
 the old policy and of the reference, values, the KL penalty, advantages and
-returns. It takes the whole batch, because whitening is over all of it. The
-models compute one microbatch of packed rows at a time, as in an update.
+returns. The function takes the whole batch, because advantages may be whitened
+over all rows. The models compute one microbatch of packed rows at a time, as in
+an update.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,12 +42,13 @@ class _Outputs(NamedTuple):
   Attributes:
     old_logprobs_BL, ref_logprobs_BL: log-probabilities of the sampled tokens.
     older_logprobs: log-probabilities of the same tokens by the policies of
-      earlier steps, [B, L] for each policy.
-    values_BL: V before each token; None without a value model.
+      earlier steps, [B, L] for each policy. The numbers of a policy that wrote
+      no turn of the batch have no meaning.
+    values_BL: the value before each token; None without a value model.
     expert_visits_BX: how often each row visited each expert; None without
       experts.
-    expert_ids: the experts that the old policy chose; None if updates do not
-      replay them.
+    expert_ids: the experts that the old policy visited; None unless
+      `routing_replay` is 'trainer'.
   """
 
   old_logprobs_BL: Array
@@ -81,9 +83,10 @@ def annotate(
       the state's adapters is the reference.
     old: trained weights of the old policy, the ratio's denominator. With None
       the state's policy is the old policy.
-    older: trained weights of one step ago, of two steps ago, and so on, for a
-      batch with `staleness_BL`. Each turn then has the policy that wrote it in
-      the denominator. With () the old policy is the denominator of all turns.
+    older: trained weights of the policies of one step ago, of two steps ago,
+      and so on, for a batch with `staleness_BL`. In the ratio of each turn, the
+      policy that wrote the turn is then the denominator. With () the old policy
+      is the denominator in all turns.
     models: policy and value model; the policy without adapters and value head
       computes the reference.
     temperature: the sampling temperature.
@@ -141,8 +144,9 @@ def annotate(
   if routing_replay == 'trainer':
     batch = batch.replace(expert_ids=outputs.expert_ids)
 
-  # The divergence of the old policy is measured for every `kl.where`. All runs
-  # show it as a metric, and the controller of the coefficient reads it.
+  # The divergence of the old policy from the reference is measured whatever
+  # `kl.where` is: it is a metric of every run, and the controller of the KL
+  # coefficient reads it.
   kl_BL = kl_lib.kl_estimate(
     old_BL, ref_BL, mask_BL, estimator=algorithm.kl.estimator
   )
@@ -169,8 +173,8 @@ def annotate(
   metrics = _metrics(batch, algorithm, rewards_BL, kl_BL)
   if models.value_range is not None and batch.returns_BL is not None:
     low, high = models.value_range
-    # A return is an advantage plus a value, so rounding may push a return at an
-    # end of the range a little over the end.
+    # A return is the rounded sum of an advantage and a value. So a return that
+    # equals `low` or `high` may be rounded to a number outside the range.
     slack = 1e-4 * (high - low)
     is_outside_BL = batch.returns_BL < low - slack
     is_outside_BL |= batch.returns_BL > high + slack
@@ -180,7 +184,7 @@ def annotate(
   metrics |= diagnostics.mismatch_of_segments(batch, num_turns=num_turns)
   if older:
     metrics |= _staleness(batch, outputs.old_logprobs_BL, num_turns=num_turns)
-  # Updates do not read the staleness.
+  # The staleness is left out, because updates do not read it.
   return batch.replace(staleness_BL=None), metrics
 
 
@@ -192,11 +196,11 @@ def mean_logprobs(
   models: model_roles.Models,
   temperature: float,
 ) -> Array:
-  """Returns the policy's mean log-probability over each row's loss mask, [B].
+  """Returns the mean log-probability of the loss tokens of each row, [B].
 
   Args:
     params: the weights of the models.
-    inputs: the rows; a row without a token in its loss mask gets 0.
+    inputs: the rows; the result of a row without loss tokens is 0.
     packed, models, temperature: see `annotate`.
   """
   policy = models.policy
@@ -278,22 +282,24 @@ def _staleness(
   """Returns how far the policy is from the policies that wrote the turns.
 
   r = pi / pi_old is the ratio of a token, where pi_old is the policy that wrote
-  the token's turn. The trainer computes both. The scalar metrics of r are
+  the token's turn. The trainer computes both probabilities. The scalar metrics
+  of r are
 
     staleness/logprob_abs_diff{,_mean}  maximum and mean of |log r|
     staleness/{turn,sequence}/{mean,sum}/weight_raw_{mean,max}  the metrics of
         `diagnostics.mismatch_of_segments`, with r in the place of k
 
   A token comes after a swap if an older policy wrote an earlier turn of the
-  dialogue. With k = pi_old / sampler, these tokens have the metrics
+  dialogue. k = pi_old / sampler compares the probabilities that the trainer and
+  the sampler compute for a token. The metrics of the tokens after a swap are
 
-    mismatch/after_swap/share  share of such tokens among the policy tokens
+    mismatch/after_swap/share  their share among the policy tokens
     mismatch/after_swap/logprob_abs_diff{,_mean}  maximum and mean of |log k|
 
   Args:
     batch: the batch, with log pi_old and with the staleness of each turn.
     logprobs_BL: log pi of the tokens, before the first update.
-    num_turns: static, the most turns a row can have.
+    num_turns: static, the largest number of turns of a row.
   """
   mask_BL, behind_BL = batch.loss_mask_BL, batch.staleness_BL
   log_r_BL = masking.select(logprobs_BL - batch.old_logprobs_BL, mask_BL)
@@ -332,12 +338,12 @@ def _model_outputs(
 ) -> _Outputs:
   """Runs all models on some rows; see `annotate`.
 
-  Each element of `older` says whether the outputs of an earlier policy are
-  needed, and holds the weights of this policy.
+  Each element of `older` is about one earlier policy: the pair (whether its
+  outputs are needed, its trained weights).
   """
   policy = models.policy
-  # Values always come from the present value model, also if another policy is
-  # the old one. So advantages use the values that the first update corrects.
+  # Even if the old policy has other weights, the values are computed with the
+  # present weights, which are the weights that the first update changes.
   current = forward.all_outputs(
     params, inputs, models=models, temperature=temperature
   )
@@ -358,8 +364,7 @@ def _model_outputs(
     )
     for is_needed, trained in older
   )
-  # The reference's own routers choose its experts. Only the policy replays
-  # experts.
+  # The reference replays no experts. Its own routers choose experts.
   reference_outputs = forward.token_outputs(
     policy.plain_policy,
     reference,

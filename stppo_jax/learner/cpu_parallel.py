@@ -1,9 +1,10 @@
 """Updates on one CPU device, with a share of the microbatches for each core.
 
-XLA's CPU backend splits every single operation over all cores and waits for all
-of them after it. On microbatches that fit a core's cache, an operation is too
-short for this to pay: at the quickstart's sizes the cores wait longer than they
-compute. Here every core runs a whole program on its share of the microbatches.
+XLA's CPU backend splits every single operation over all cores, and after each
+operation it waits for all cores. If a microbatch fits a core's cache, its
+operations are so short that the waiting takes more time than the splitting
+saves: at the quickstart's sizes the cores wait longer than they compute. In
+this module every core runs a whole program on its share of the microbatches.
 The cores wait for each other only to form the statistics and the summed
 gradient of the whole minibatch.
 
@@ -37,10 +38,11 @@ Tree = Any
 def is_supported(
   mesh: jax.sharding.Mesh, algorithm: algorithm_lib.Algorithm
 ) -> bool:
-  """Returns whether the mesh is one CPU and microbatches may have any size.
+  """Returns whether this module can update on a mesh with an algorithm.
 
-  A correction whose scope is the microbatch needs the configured size, because
-  its result depends on the size.
+  The mesh must be one CPU device. The microbatches of the cores do not have the
+  configured size, so the algorithm must have no correction whose result depends
+  on the size of microbatches.
   """
   one_cpu = mesh.size == 1 and mesh.devices.item().platform == 'cpu'
   return one_cpu and not algorithm.depends_on_microbatches
@@ -59,8 +61,9 @@ class Updater:
     spec: the models and the static sizes.
     method: how the gradient is computed, see `step.Method`.
     optimizers: the optimisers.
-    num_workers: the number of programs that run at the same time.
-    out_shardings: the shardings of the state.
+    num_workers: the number of threads, each of which runs programs on its share
+      of the microbatches.
+    out_shardings: the shardings of the updated state.
   """
 
   def __init__(
@@ -76,8 +79,8 @@ class Updater:
     self._optimizers = optimizers
     self._num_workers = num_workers
     self._pool = futures.ThreadPoolExecutor(num_workers, 'update')
-    # Pairs of a program and the shapes of a microbatch that it has been called
-    # with; see `_map`.
+    # The pairs (kind of programs, shapes of a microbatch) whose programs have
+    # been called and so are compiled; see `_map`.
     self._compiled = set()
     self._select = jax.jit(lambda x, rows: jax.tree.map(lambda y: y[rows], x))
     self._split = jax.jit(lambda x, packing: minibatches.split(x, packing))
@@ -145,20 +148,20 @@ class Updater:
   def _map(
     self, function: Callable[[Tree], Tree], microbatches: Tree, kind: Any
   ) -> list[Tree]:
-    """Applies a function to each worker's microbatches, in one thread each.
+    """Returns the results of a function for each worker's microbatches.
 
     The assignment of microbatches to workers does not depend on timing, so
     equal calls give equal bits.
 
-    Each worker needs a thread, because calls from a single thread would run one
-    after the other. The first call for given shapes does run all workers in the
-    calling thread. So a program is compiled once, and not by all threads at the
-    same time.
+    Each worker has a thread, because calls from a single thread would run one
+    after the other. There is one exception: for new shapes, the calling thread
+    calls the function for one worker after the other. So a program is compiled
+    once, and not by all threads at the same time.
 
     Args:
       function: maps the list of a worker's microbatches to a pytree.
       microbatches: the microbatches of all workers.
-      kind: a name for the programs that the function calls.
+      kind: a hashable name of the programs that the function calls.
     """
     size = min(self._num_workers, len(microbatches))
     shares = [microbatches[n::size] for n in range(size)]
@@ -173,10 +176,11 @@ class Updater:
     return [function(share) for share in shares]
 
   def _placed_outputs(self, params, microbatch, *, num_rows):
-    """Returns outputs [B, L], with 0 in the rows of other microbatches.
+    """Returns a microbatch's outputs in arrays [B, L] of the whole minibatch.
 
-    The sum of these outputs over the microbatches has the outputs of all rows.
-    So no program depends on the number of microbatches.
+    The rows of other microbatches are 0, so the sum of these arrays over the
+    microbatches has the outputs of all rows. Because the arrays are added one
+    by one, no program depends on the number of microbatches.
     """
     outputs = policy_loss.outputs_of(params, microbatch, spec=self._spec)
     return minibatches.join(outputs, microbatch.packing, num_rows)
@@ -189,8 +193,9 @@ class Updater:
     )
     if self._spec.models.policy.config.num_experts:
       return context
-    # Only the load of experts is computed from the minibatch's arrays. Without
-    # these arrays, one program serves minibatches of all lengths.
+    # The loss reads the minibatch's arrays only for the load of experts. For a
+    # model without experts they are left out, so that the programs of the loss
+    # do not depend on their shapes.
     return context._replace(minibatch=None)
 
   def _join_and_apply(self, state, sums, hyperparameters):

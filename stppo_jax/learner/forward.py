@@ -85,12 +85,13 @@ def all_outputs(
 ) -> functional.TokenOutputs:
   """Returns log-probabilities, entropy and values of trajectories.
 
-  A policy with a value head needs one forward pass. Otherwise each model has
-  its own pass. Values are returned at every token, whatever the loss positions.
+  A policy with a value head needs one forward pass for all of them. A separate
+  value model has a forward pass of its own. Values are returned at every token,
+  also outside the loss positions.
 
   Args:
     params: the weights of both models.
-    inputs: the trajectories; its experts are the policy's experts.
+    inputs: the trajectories; only the policy replays their `expert_ids`.
     models: policy and value model.
     temperature: the sampling temperature.
   """
@@ -120,8 +121,8 @@ def values(
     model: the value model, which replays no experts.
     params: the weights of the value model.
     inputs: the trajectories.
-    everywhere: whether values are computed at every token, or else at the loss
-      positions only.
+    everywhere: with True values are computed at every token, with False only at
+      the loss positions.
   """
   inputs = inputs._replace(expert_ids=None)
   if everywhere:
@@ -153,18 +154,18 @@ def in_rows(
   inputs: Inputs,
   mesh: jax.sharding.Mesh | None,
 ) -> _Outputs:
-  """Applies a function of rows to trajectories, which may share rows.
+  """Moves trajectories into rows, applies a function, and moves outputs back.
 
   Args:
-    function: maps (tokens_rl, **`functional.Rows`) to a pytree of arrays with a
-      number per token, [r, l], and of `moe.Routing`.
-    inputs: the trajectories.
+    function: maps (tokens_rl, **`functional.Rows`) to a pytree, whose leaves
+      are arrays [r, l] with a number for each token, or `moe.Routing`.
+    inputs: the trajectories. Without a packing they already are the rows.
     mesh: the mesh on which the trajectories are laid out.
 
   Returns:
-    The function's outputs, moved to [B, L]. Packed trajectories have 0 at the
-    first token, which no token predicts, and at padding. Experts are -1 at
-    padding.
+    The function's outputs, with arrays [B, L]. If the trajectories were packed,
+    outputs are 0 at padding and at the first token of each trajectory, which no
+    token predicts. The ids of experts are -1 at padding.
   """
   packing = inputs.packing
   if packing is None:
@@ -191,15 +192,16 @@ def in_rows(
   )
   loss_positions_rm = expert_ids = None
   if inputs.loss_positions_BM is not None:
-    # The first token of each trajectory has no prediction, so position 0 is
-    # left out. Sorting puts the chosen positions first, in order. Behind them
-    # comes the row's length, which marks an unused entry.
+    # The first token of each trajectory has no prediction, so it is left out.
+    # All positions of a row that are not loss positions are replaced by the
+    # row's length, which marks an unused entry. Sorting puts these entries
+    # behind the loss positions.
     mask_rl = to_rows(inputs.loss_mask_BL) & (segments.positions_BL > 0)
     places_rl = jnp.where(mask_rl, jnp.arange(length)[None], length)
     loss_positions_rm = jnp.sort(places_rl, axis=1)[:, : packing.num_losses]
   if inputs.expert_ids is not None:
-    # Row positions without a token are filled with 0. The shift by 1 turns 0
-    # into -1, which lets the router choose.
+    # `to_rows` puts 0 at positions without a token. Because of the shift by 1,
+    # these positions get the id -1, with which the router chooses the expert.
     expert_ids = to_rows(inputs.expert_ids + 1) - 1
   outputs = function(
     to_rows(inputs.tokens_BL),
@@ -220,9 +222,9 @@ def in_rows(
 
   def to_trajectories(x: Any) -> Any:
     if isinstance(x, moe.Routing):
-      # The model sums visits and probabilities by row and segment. Each segment
-      # number occurs in one row of a shard, so the sum over the shard's rows is
-      # the sum of one trajectory.
+      # The model returns sums of visits and of probabilities for each row and
+      # segment number. A segment number of a shard occurs in only one of the
+      # shard's rows, so the sum over these rows is the sum of one trajectory.
       ids = rows_lib.take_filled(flat(x.expert_ids + 1), target_sm) - 1
       sums = (
         jnp.sum(y.reshape(s, -1, *y.shape[1:]), axis=1).reshape(B, -1)
@@ -250,19 +252,19 @@ def _maps(
     L: the number of tokens of a trajectory with its padding.
 
   Returns:
-    source: for each position in the rows of a shard, the index of its token
-      among the b L tokens of the shard's trajectories; b L if the position is
-      empty.
-    target: for each of these b L tokens, its position in the rows; for padding,
-      the number of positions.
-    The segments of the rows.
+    source [s, p]: for each position in the rows of a shard, the index of its
+      token among the b L tokens of the shard's trajectories; b L if the
+      position is empty.
+    target [s, m]: for each of these b L tokens, its position in the rows; p for
+      padding.
+    segments: says which trajectory of the shard each position belongs to.
   """
   s, b = packing.starts.shape
   size = packing.num_rows * packing.row_length
   starts_sb, lengths_sb = packing.starts, lengths_B.reshape(s, b)
   # Starts increase, so a position belongs to the trajectory with the last start
   # at or before the position. Comparing each position with all starts is faster
-  # than scattering the trajectories' numbers to the positions.
+  # than scattering the indices of the trajectories to the positions.
   places_p = jnp.arange(size)
   passed_sbp = starts_sb[..., None] <= places_p[None, None]
   number_sp = jnp.maximum(jnp.sum(passed_sbp, axis=1) - 1, 0)

@@ -51,13 +51,13 @@ class Learner:
     mesh: the mesh of training.
     programs: the compiled programs of this learner.
     sizes, annotate_sizes: sizes of packed rows in updates and in `annotate`.
-    num_microbatches: the number of microbatches of the last update.
+    num_microbatches: the number of microbatches of the last policy update.
     algorithm: the algorithm, with the present coefficient of its KL penalty.
-    warmup: the first steps, in which only the value model learns.
+    warmup: says which of the first steps train only the value model.
 
   Raises:
-    ValueError: the weights do not fit the shape, the mesh does not divide it,
-      or the reference shall stay in host memory, which the backend lacks.
+    ValueError: the mesh does not divide the models, adapters or value model do
+      not fit the policy, or the devices cannot read a reference in host memory.
   """
 
   def __init__(
@@ -115,7 +115,7 @@ class Learner:
       config.loss.value_warmup_steps, config.loss.value_warmup_patience
     )
     self.num_microbatches = 0
-    # A reference to the batch of the last `_packed`, and its `programs.sizes`.
+    # A weak reference to a batch, and `programs.sizes` of it; see `_packed`.
     self._sized: tuple[Any, Any] = lambda: None, None
     self.programs = programs_lib.build(
       spec,
@@ -139,7 +139,7 @@ class Learner:
     )
 
   def reference(self, path: str | None = None) -> functional.Params | None:
-    """Returns `weights.load_reference`; for `path` see `start`."""
+    """Returns the reference's weights or None; for `path` see `start`."""
     path = self.config.model.path if path is None else path
     params = weights_lib.load_reference(self.config, path, self.policy)
     return memory.on_host(params) if self._reference_on_host else params
@@ -153,13 +153,13 @@ class Learner:
     old: model_roles.Params | None = None,
     older: tuple[model_roles.Params, ...] = (),
   ) -> tuple[batch_lib.TokenBatch, dict[str, Any]]:
-    """Adds the arrays that updates read to a batch; see `annotate.annotate`.
+    """Returns a batch with all arrays that updates read, and metrics.
 
     Args:
       state: the policy about to be updated, and the value model.
       packed: this host's rows, as numpy arrays.
       reference: the result of `reference()`.
-      old: the ratio's denominator; None means the state's policy.
+      old: the old policy; None means the state's policy.
       older: the policies of earlier steps, see `annotate.annotate`.
     """
     batch = distributed.from_local_rows(packed, self._rows)
@@ -180,7 +180,7 @@ class Learner:
   def mean_logprobs(
     self, state: state_lib.TrainState, packed: batch_lib.TokenBatch
   ) -> np.ndarray:
-    """Returns `annotate.mean_logprobs` of this host's rows."""
+    """Returns the result of `annotate.mean_logprobs` for this host's rows."""
     inputs = distributed.from_local_rows(forward.inputs_of(packed), self._rows)
     lengths, losses = jax.device_get(self.programs.updating.sizes(inputs))
     order = np.arange(len(lengths))
@@ -203,8 +203,8 @@ class Learner:
       num_rows: the number of rows of the batch.
       step: the training step.
       num_updates: the number of minibatches, from as many epochs as necessary.
-        With None, all minibatches of `updates.num_epochs` epochs are returned.
-      values_alone: whether to return the `updates.value_epochs` epochs instead.
+        None means all minibatches of `updates.num_epochs` epochs or, with
+        `values_alone`, of the `updates.value_epochs` epochs after them.
     """
     updates = self.config.updates
     epochs = updates.num_epochs, updates.value_epochs
@@ -237,7 +237,7 @@ class Learner:
         frozen arrays.
       batch: the annotated batch.
       rows: the rows of the minibatch, from `minibatches`.
-      step: the training step; the policy learns only after the value warm-up.
+      step: the training step; the policy does not learn in the value warm-up.
       values_alone: whether only the value model learns, see `value_loss`.
     """
     packed, numbers = self._packed(batch, rows), self.hyperparameters(step)
@@ -252,10 +252,10 @@ class Learner:
     rows: np.ndarray,
     sizes: packing_lib.Sizes | None = None,
   ) -> packing_lib.Packed:
-    """Returns the packing of some rows of a batch; by default in `self.sizes`.
+    """Packs some rows of a batch, within `sizes` or else `self.sizes`.
 
-    A program tells all hosts the lengths of all rows. A second call would wait
-    for the updates in progress, so the lengths are kept for the batch.
+    A device program gives all hosts the lengths of all rows. A second call
+    would wait for the updates in progress, so the batch's lengths are kept.
     """
     # The reference to the batch is weak, so that the arrays of a step are freed
     # before the arrays of the next step are made.
@@ -281,7 +281,7 @@ class Learner:
     *,
     expert_ids: jax.Array | None = None,
   ) -> functional.TokenOutputs:
-    """Returns `forward.all_outputs` of rows that are sharded like a batch."""
+    """Returns `forward.all_outputs` for unpacked rows, sharded like a batch."""
     return self.programs.token_outputs(
       state.params, forward.Inputs(tokens_BL, expert_ids=expert_ids)
     )
@@ -300,8 +300,7 @@ class Learner:
       hosts: the hosts of the run; all of them call this function.
 
     Returns:
-      numpy arrays of at least as many rows as the config wants; None if the
-      config wants no rows.
+      numpy arrays of this host's chosen rows; None if the config wants no rows.
     """
     writer = self.config.writer
     count = min(writer.token_details, writer.trajectories)
@@ -315,7 +314,8 @@ class Learner:
     )
     packed = self._packed(batch, rows)
     details = self.programs.token_details(state, batch, packed, self.algorithm)
-    # argsort restores the order of `rows`, with the rows of a host adjacent.
+    # `packed.rows` has the rows in the order of the shards. Its argsort gives
+    # their order in `rows`, where the rows of a host are adjacent.
     mine = np.argsort(packed.rows).reshape(hosts.count, -1)[hosts.index]
     return jax.tree.map(lambda x: x[mine], jax.device_get(details))
 
@@ -336,7 +336,7 @@ class Learner:
     """Lets the controller set the KL coefficient for the next step.
 
     Args:
-      kl: the divergence in this step, nats per trajectory.
+      kl: the divergence from the reference in this step, nats per trajectory.
       num_trajectories: the number of valid trajectories of this step.
     """
     options = self.algorithm.kl
@@ -357,10 +357,10 @@ class Learner:
     """Returns weights of `self.policy`, for decoding and for export.
 
     Adapters are merged into copies of the matrices that they adapt. Without
-    adapters nothing is copied.
+    adapters no array is copied.
 
     Args:
-      params: the weights of a policy.
+      params: the trained and the frozen weights of a policy.
     """
     if not params.frozen:
       return self.models.merged(params)

@@ -61,15 +61,15 @@ class Models(NamedTuple):
   value_path: str = ''
 
   def cast(self, params: Params) -> Params:
-    """Returns weights in the dtype of the activations, for a whole program.
+    """Returns weights in the dtype of the activations.
 
-    Call this function outside the loop over microbatches. Then the weights are
-    cast once, the devices gather the smaller dtype, and with `gathers_base` the
-    base is gathered once.
+    Call this function once in a program, outside the loop over microbatches.
+    Then the weights are cast once, the devices gather the smaller dtype, and
+    with `gathers_base` the base is gathered once.
     """
     params = modules.cast(params, self.policy.config.dtype)
-    # Trained weights stay sharded, because their gradients are summed in the
-    # same shards.
+    # Only the frozen base may be gathered. Trained weights stay sharded,
+    # because their gradients are summed in the same shards.
     if not self.gathers_base or not params.frozen:
       return params
     layout = self._gathered_layout(params.frozen)
@@ -102,11 +102,11 @@ class Models(NamedTuple):
     return memory.bytes_per_device(sharding.with_layout(base, layout))
 
   def _gathered_layout(self, base: functional.Params) -> Any:
-    assert self.policy.mesh is not None  # the mesh of training
+    assert self.policy.mesh is not None  # a model in training has a mesh
     layout = sharding.param_shardings(base, self.policy.mesh)
     # The embedding stays sharded, because each token is looked up on the device
-    # with its row. If the embedding is also the output matrix, the head gathers
-    # it once anyway.
+    # that has the token's row of the embedding. If the embedding is also the
+    # output matrix, the head gathers it once anyway.
     return sharding.gathered(layout) | {'embedding': layout['embedding']}
 
   def policy_weights(self, params: Params) -> functional.Params:
@@ -157,7 +157,7 @@ def build(
     bounds = tuple(config.loss.value_range) or None
     return functional.Model(shape, head, mesh, adapters, chunk, bounds)
 
-  # Both heads are on one model, so values come with the outputs of the policy.
+  # One model has both heads, and its forward pass returns the values, too.
   if uses_values and config.model.value_backbone == 'shared':
     return Models(model('both'), None, gathers_base)
   # The policy is built first. If the mesh divides neither model, the error then
@@ -175,9 +175,9 @@ def build(
 def _value_shape(
   path: str, policy: model_config.ModelConfig, *, longest: int
 ) -> model_config.ModelConfig:
-  """Returns the layers' config of a directory, for computing like the policy.
+  """Returns the config of the layers of a value model in a directory.
 
-  The options that say how layers compute come from the policy's config.
+  The options that say how layers compute are taken from the policy's config.
   """
   shape = load.read_config(path, longest=longest)
   shape = model_config.computed_as(shape, policy)

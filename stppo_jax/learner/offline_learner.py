@@ -44,7 +44,7 @@ class OfflineLearner:
     microbatch: int = 0,
   ):
     mesh = models.policy.mesh
-    assert mesh is not None  # the mesh of training
+    assert mesh is not None  # a model in training has a mesh
     self._config = config
     self._models = models
     self.policy = models.policy.plain_policy
@@ -119,7 +119,10 @@ class OfflineLearner:
     return state, outputs.metrics
 
   def merged_params(self, state: state_lib.TrainState) -> functional.Params:
-    """Returns weights for `policy`; without adapters no array is copied."""
+    """Returns the weights of `policy`, with merged adapters.
+
+    Without adapters no array is copied.
+    """
     if not state.frozen:
       return state.policy.params
     return jax.jit(self._models.merged)(state.params)

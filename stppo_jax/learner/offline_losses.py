@@ -1,6 +1,7 @@
 """The losses of training without sampling: demonstrations, and pairs.
 
-B rows, L tokens; Q pairs, 2 = (preferred, dispreferred trajectory).
+B rows, L tokens; Q pairs. An axis of size 2 is (preferred trajectory,
+dispreferred trajectory).
 """
 
 import functools
@@ -83,7 +84,7 @@ def tdpo_loss(
   Args:
     params: weights in the dtype of the activations.
     microbatch: the pairs.
-    inputs: the reference, in the dtype of the activations, beta and alpha.
+    inputs: beta, alpha, and the reference in the dtype of the activations.
     name: one of `preferences.PREFERENCES`.
     spec: models and static sizes.
   """
@@ -97,9 +98,9 @@ def tdpo_loss(
     packing = forward.of_pairs(packing, microbatch.lengths_Q2)
   # One function runs both models, so that it can compare their distributions
   # over the vocabulary chunk by chunk. The distributions of all tokens would
-  # fill the memory.
+  # need too much memory.
   policy, reference = spec.models.policy, inputs.reference
-  assert reference is not None  # `_cast_reference` has set it
+  assert reference is not None  # `_cast_reference` has replaced None
   outputs = forward.in_rows(
     lambda tokens_BL, **arrays: policy.divergence(
       spec.models.policy_weights(params),
@@ -133,7 +134,11 @@ def tdpo_loss(
 
 
 def _cast_reference(params, minibatch, microbatches, inputs, *, spec):
-  """Returns the inputs, with the reference cast once for all microbatches."""
+  """Returns the inputs with a reference in the dtype of the activations.
+
+  The reference is cast once for all microbatches. If the reference is None, it
+  becomes the base under the adapters.
+  """
   del minibatch, microbatches
   dtype = spec.models.policy.config.dtype
   reference = params.frozen
@@ -143,7 +148,7 @@ def _cast_reference(params, minibatch, microbatches, inputs, *, spec):
 
 
 def _divide(gradient, outputs, inputs):
-  """Divides sums over pairs once, by the minibatch's number of pairs."""
+  """Divides the sums over a minibatch by the minibatch's number of pairs."""
   del inputs
   sums = outputs.metrics
   count = jnp.maximum(sums.count, 1)

@@ -1,9 +1,9 @@
 """Optimisers with their learning rate and weight decay as runtime numbers.
 
-The order is always: a correction of the gradient if the algorithm has one, the
-clip of the global norm, the direction, and the weight decay. AdamW holds two
-moments of each weight, which take twice the memory of the weights. Other
-optimisers in `OPTIMIZERS` hold less.
+The order of a step is always: a correction of the gradient if the algorithm has
+one, the clip of the global norm, the direction, and the weight decay. AdamW
+holds two moments of each weight, which take twice the memory of the weights.
+Other optimisers in `OPTIMIZERS` hold less.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,8 +28,8 @@ class Hyperparameters(NamedTuple):
     learning_rate: the learning rate after the warm-up.
     warmup_updates: the number of updates over which the learning rate rises
       linearly from 0.
-    weight_decay: the share of a weight that a step subtracts, divided by the
-      learning rate, as in AdamW.
+    weight_decay: as in AdamW, a step subtracts from each weight the product of
+      learning rate, weight decay and the weight.
     max_grad_norm: the global norm to which a gradient is clipped.
     skip_grad_norm: the global norm above which the update is skipped.
   """
@@ -60,9 +60,9 @@ def from_config(
 
 @functools.lru_cache
 def _build(name: str, **adam: float) -> Optimizer:
-  """Returns an optimiser, the same object for equal options.
+  """Returns an optimiser; equal options give the same object.
 
-  Compiled programs are shared between learners with the same object.
+  Learners that have the same optimiser object share their compiled programs.
   """
   return OPTIMIZERS[name](**adam)
 
@@ -100,7 +100,9 @@ def _in_bfloat16(*, b1: float, b2: float, eps: float) -> Optimizer:
 
 
 def round_stochastically(x: Array, key: Array) -> Array:
-  """Rounds float32 numbers to bfloat16 numbers with the same expectations.
+  """Rounds float32 numbers up or down at random to bfloat16 numbers.
+
+  The expectation of a rounded number is the number itself.
 
   The bits of bfloat16 are the upper half of the bits of float32. A random
   number is added to the lower half, which is then cut off. The larger the lower
@@ -113,9 +115,11 @@ def round_stochastically(x: Array, key: Array) -> Array:
 
 
 def _adafactor(**adam: float) -> Optimizer:
-  """Returns Adafactor (arXiv 1804.04235), not scaled by the size of weights.
+  """Returns Adafactor (arXiv 1804.04235) without its scale of the weights.
 
-  For each matrix it holds the mean squares of the gradient's rows and columns.
+  The paper multiplies a step by the root mean square of the weights; this
+  optimiser does not. In place of a mean square for each weight of a matrix, it
+  holds the mean squares of the gradient's rows and columns.
   """
   del adam  # Adafactor uses the constants of its paper
   return optax.chain(
@@ -141,9 +145,9 @@ def _muon(*, b1: float, b2: float, eps: float) -> Optimizer:
       direction, new = muon.update(gradient, state._replace(mu=mean))
       return 0.2 * max(gradient.shape[-2:]) ** 0.5 * direction, new.mu
 
-    # The layers are computed one after the other. A device gathers the whole
-    # matrix of a layer, and the matrices of all layers would need too much
-    # memory.
+    # The layers are computed one after the other. To compute a layer, a device
+    # gathers its whole matrix. The matrices of all layers at the same time
+    # would need too much memory.
     both = jax.tree.map(
       lambda *stack: jax.lax.map(of_layer, stack), updates, state.mu
     )
@@ -187,8 +191,8 @@ def apply_gradient(
     params: float32 weights.
     state: the optimiser's state.
     gradient: float32, with the tree structure of the weights.
-    count: int32 scalar, the number of updates before this one. Counted from 1,
-      update `warmup_updates` is the first with the full learning rate.
+    count: int32 scalar, the number of updates before this one. The update with
+      count = warmup_updates - 1 is the first with the full learning rate.
     hyperparameters: the numbers of the step; they may be traced.
 
   Returns:
@@ -196,8 +200,8 @@ def apply_gradient(
     `lr`.
   """
   norm = optax.tree.norm(gradient)
-  # torch's clipping also adds 1e-6, and `benchmarks/torch_update.py` compares
-  # updates with torch.
+  # 1e-6 is added as in torch's clipping, because `benchmarks/torch_update.py`
+  # compares updates with torch.
   scale = jnp.minimum(1.0, hyperparameters.max_grad_norm / (norm + 1e-6))
   gradient = jax.tree.map(lambda g: g * scale, gradient)
   direction, state = optimizer.update(gradient, state, params)
@@ -231,6 +235,7 @@ def _all_finite(tree: Tree) -> Array:
   """Returns whether every number of a tree is finite."""
   finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
   # Without the barrier, XLA turns the last reduction into a chain with one
-  # conjunction per leaf. It repeats this chain for every leaf that is selected
-  # by the result, which makes up a third of an update's program.
+  # conjunction per leaf. Each leaf of the new state is selected by the result,
+  # and XLA repeats the chain for each of them. These chains would make up a
+  # third of an update's program.
   return jnp.all(jax.lax.optimization_barrier(jnp.stack(finite)))

@@ -8,9 +8,9 @@ The sequences are dealt to the shards in rounds, longest first. In each round
 every shard gets one sequence, and the shard with the fewest tokens so far gets
 the longest. So all shards have equally many sequences and nearly equally many
 tokens. Each shard then puts its sequences into rows, first fit by decreasing
-length. The fullest shard decides the array sizes, which are rounded up, because
-each combination of sizes is another program to compile. All hosts know all
-lengths, so they compute the same packing.
+length. The array sizes are those that the fullest shard needs, rounded up, so
+that few different sizes occur: each combination of sizes is another program to
+compile. All hosts know all lengths, so they compute the same packing.
 """
 
 from typing import NamedTuple
@@ -21,9 +21,9 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.parallel import activations
 
-# The number of loss positions of a row is rounded up to a multiple of half the
-# row's tokens, or of 256 if this is more, but at most to all tokens of the row.
-# A finer choice is not worth further programs.
+# `plan` rounds the number of loss positions of a row up to a multiple of
+# max(half of the row's tokens, 256), and at most to the number of the row's
+# tokens. Smaller steps would need more compiled programs and save too little.
 _LOSS_SHARES, _FEW_LOSSES = 2, 256
 
 
@@ -36,8 +36,8 @@ class Sizes(NamedTuple):
       sequence has.
     max_rows: the largest number of rows of a shard in a microbatch; 0 means no
       limit.
-    num_workers: the number of workers that share the microbatches. If there are
-      at least num_workers microbatches, each worker gets equally many.
+    num_workers: the number of workers that share the microbatches. If `plan`
+      makes num_workers microbatches or more, num_workers divides their number.
   """
 
   num_shards: int
@@ -86,13 +86,16 @@ def for_annotate(sizes: Sizes, minibatch_size: int) -> Sizes:
     minibatch_size: the number of trajectories of an update.
   """
   if sizes.num_workers > 1:
-    # All cores share one program here, so a microbatch has four times the rows
-    # that all cores have in an update. With such large microbatches few
-    # different numbers of microbatches occur, and so few programs are compiled.
+    # In an update each core computes a microbatch of its own. Without a
+    # backward pass all cores compute one microbatch together, which has four
+    # times the rows of the cores' microbatches together. Because microbatches
+    # are so large, few different numbers of microbatches occur, and so few
+    # programs are compiled.
     rows = 4 * sizes.max_rows * sizes.num_workers
     return sizes._replace(max_rows=rows, num_workers=1)
-  # A collected batch may consist of many minibatches, whose rows would be too
-  # many for one forward pass.
+  # The rows of a whole collected batch, which may consist of many minibatches,
+  # would be too many for one forward pass. If updates have no limit, the limit
+  # is the number of rows of a minibatch.
   rows = minibatch_size // sizes.num_shards
   return sizes._replace(max_rows=sizes.max_rows or rows)
 
@@ -119,14 +122,14 @@ def plan(
   shards = [_first_fit(lengths[m], sizes.row_length) for m in members_sm]
   most = max(len(shard) for shard in shards)
   max_rows = sizes.max_rows or most
-  # Rounding up may leave a microbatch without a sequence. But there are never
-  # more microbatches than there would be with one sequence per row.
+  # n is rounded up, so a microbatch may have no sequence. n is at most the
+  # number of microbatches that one sequence per row would need.
   n = min(rounded(-(-most // max_rows)), -(-members_sm.shape[1] // max_rows))
   # All cores get equally many microbatches. If one core had one more, all other
   # cores would wait for it.
   workers = min(n, sizes.num_workers)
   n = -(-n // workers) * workers
-  # n may have grown, and each microbatch then needs fewer rows than max_rows.
+  # If n was rounded up, a microbatch may need fewer rows than max_rows.
   num_rows = rounded(-(-most // n), steps=4)
   if sizes.max_rows:
     num_rows = min(num_rows, sizes.max_rows)
@@ -153,9 +156,9 @@ def plan(
       starts_nsb[i, shard, : len(places)] = np.concatenate([[], *starts])
       sums = [int(own[1][row].sum()) for row in shard_rows]
       num_losses = max(num_losses, *sums, 1)
-  # The head computes logits at `num_losses` positions of every row. A long row
-  # has only two choices, half of its tokens or all of them, because each number
-  # of positions needs its own program.
+  # The head computes logits at `num_losses` positions of every row. For long
+  # rows `num_losses` is either half of a row's tokens or all of them, because
+  # each value of `num_losses` needs a program of its own.
   share = max(-(-sizes.row_length // _LOSS_SHARES), _FEW_LOSSES)
   packing = batch_lib.Packing(
     places_nsb,
@@ -177,7 +180,7 @@ def rounded(count: int, *, steps: int = 8) -> int:
 
 
 def _deal(lengths: np.ndarray, num_shards: int) -> np.ndarray:
-  """Returns the sequences of each shard, the longest first: int [s, m]."""
+  """Returns the indices of each shard's sequences, longest first, [s, m]."""
   # Both sorts are stable, because all hosts must break ties alike.
   order = np.argsort(-lengths, kind='stable').reshape(-1, num_shards)
   members_ms = np.empty_like(order)
@@ -190,14 +193,15 @@ def _deal(lengths: np.ndarray, num_shards: int) -> np.ndarray:
 
 
 def _shares(rows: list[list[int]], n: int) -> list[list[list[int]]]:
-  """Divides rows among n microbatches with about equally many sequences each.
+  """Returns the rows of each of n microbatches.
 
-  For this, rows with many short sequences are put together with rows with few
-  long sequences.
+  The microbatches have about equally many sequences. For this, rows with many
+  short sequences are put together with rows with few long sequences.
   """
-  # The rows are dealt in rounds of n, from the most sequences to the fewest.
-  # Every second round is reversed, so that the row with the most sequences of a
-  # round meets the row with the fewest of the next.
+  # The rows are sorted by their number of sequences and dealt in rounds, one
+  # row for each microbatch. Every second round is dealt in the reverse order.
+  # So the microbatch that gets the row with the most sequences of one round
+  # gets the row with the fewest sequences of the next round.
   rows = sorted(rows, key=len, reverse=True)
   rounds = [rows[k : k + n] for k in range(0, len(rows), n)]
   for late in rounds[1::2]:
@@ -213,8 +217,8 @@ def _first_fit(lengths: np.ndarray, row_length: int) -> list[list[int]]:
     lengths: the number of tokens of each sequence, the longest first.
     row_length: the number of tokens of a row.
   """
-  # `free` is the number of free tokens of each row; 0 for a row without
-  # sequences.
+  # `free` has the number of free tokens of each row. The entries for rows that
+  # do not exist yet are 0.
   rows, free = [], np.zeros(len(lengths), np.int64)
   for place, length in enumerate(lengths):
     fits = np.flatnonzero(free[: len(rows)] >= length)

@@ -1,8 +1,9 @@
 """The loss of reinforcement learning: policy, value and load-balance terms.
 
-Every term is divided by a count of the whole minibatch, and every statistic
-that the loss reads is formed over the whole minibatch. So splitting the
-minibatch into microbatches does not change the loss.
+Every term is divided by a count of the whole minibatch, and the statistics that
+the loss reads are formed over the whole minibatch. So splitting the minibatch
+into microbatches does not change the loss. The only exception is the clipping
+bias correction with the scope 'microbatch'.
 
 B rows of a microbatch or of a minibatch, L tokens, X experts.
 """
@@ -36,7 +37,7 @@ class Coefficients(NamedTuple):
 
   Attributes:
     entropy: weight of the entropy bonus.
-    value_clip: the greatest trusted distance from the old value.
+    value_clip: the clip range of a value around the old value, as in PPO.
     value: weight of the value loss if policy and value share a backbone.
     load_balance: weight of the load-balance loss of a policy with experts.
   """
@@ -68,8 +69,8 @@ class Context(NamedTuple):
     count: the policy loss's denominator, see `aggregation`.
     value_count: the value loss's denominator: the number of trained values, at
       least 1.
-    statistics: see `losses.minibatch_statistics`; None if the microbatch is the
-      whole minibatch, or if the algorithm reads no statistics.
+    statistics: see `losses.minibatch_statistics`. With None the policy loss
+      forms statistics of its microbatch, if the algorithm needs statistics.
   """
 
   inputs: Inputs
@@ -111,8 +112,8 @@ def loss_terms(
   not divide by the norm of that term's gradient.
   """
   algorithm, coefficients = context.inputs
-  # Only a critic that is trained at observations needs values there. In all
-  # other cases the heads compute at the loss positions only.
+  # If the value head is trained at observations, too, it computes values at all
+  # tokens, and otherwise only at the loss positions.
   everywhere = algorithm.trains_values_at_observations
   outputs = _policy_outputs(
     params, microbatch, spec=spec, values_everywhere=everywhere
@@ -136,7 +137,8 @@ def loss_terms(
     num_turns=spec.num_turns,
   )
   # The clipping-bias correction divides the gradient of the policy term alone.
-  # So the value and balance terms are added to the entropy and KL terms.
+  # So the value and load-balance terms are added to `other`, the sum of the
+  # entropy and KL terms.
   other = policy.other
   metrics = {'actor/pg_loss': policy.policy, 'actor/kl_loss': policy.kl}
 
@@ -181,7 +183,7 @@ def values(params, microbatch, *, inputs: Inputs, spec) -> Array:
 def value_term(
   values_BL, microbatch, context: Context, *, spec, weights_BL=None
 ) -> tuple[Array, dict[str, Array]]:
-  """Returns the share of a microbatch in the value loss, and its metrics."""
+  """Returns the share of a microbatch in the value loss, and scalar metrics."""
   value = losses.value_loss(
     values_BL,
     microbatch.values_BL,
@@ -204,7 +206,7 @@ def context_of(
   *,
   spec: step_lib.Spec,
 ) -> Context:
-  """Returns the data of a minibatch that its microbatches read.
+  """Returns the data of the minibatch that the loss of a microbatch reads.
 
   If the algorithm has minibatch statistics and there are several microbatches,
   an additional forward pass computes the outputs for the statistics.
@@ -212,13 +214,12 @@ def context_of(
   Args:
     params: weights in the dtype of the activations.
     minibatch: annotated rows.
-    microbatches: the same rows with leading axes (n, B / n), from
-      `minibatches.split`.
+    microbatches: the same rows, divided by `minibatches.split`.
     inputs: see `Inputs`.
     spec: models and static sizes.
   """
-  # A single microbatch is the whole minibatch. Its loss computes the statistics
-  # from its own forward pass, see `statistics` of `losses.policy_loss`.
+  # A single microbatch is the whole minibatch. `losses.policy_loss` then gets
+  # statistics=None, and forms the statistics from the loss's forward pass.
   outputs = None
   statistics = inputs.algorithm.uses_minibatch_statistics
   packing = microbatches.packing
@@ -237,9 +238,9 @@ def outputs_of(
   *,
   spec: step_lib.Spec,
 ) -> tuple[Array, Array]:
-  """Returns log-probabilities and entropy of all microbatches, [n, B / n, L].
+  """Returns log-probabilities and entropy of n microbatches, each [n, rows, L].
 
-  This pass is not differentiated. For the arguments see `context_of`.
+  The forward pass is not differentiated. For the arguments see `context_of`.
   """
 
   def step(_, microbatch):
@@ -284,7 +285,7 @@ def finish(
   outputs: step_lib.LossOutputs,
   inputs: Inputs,
 ) -> tuple[model_roles.Trained, step_lib.LossOutputs]:
-  """Merges the diagnostics of the microbatches."""
+  """Merges the diagnostics of the microbatches; keeps the gradient as it is."""
   del inputs
   return gradient, _with_bias_norm(outputs, jnp.zeros(()))
 
@@ -300,14 +301,14 @@ def differentiate_terms(loss_terms: Callable[..., Any], *, has_aux: bool):
     loss_terms: maps trained weights to (`clipping_bias.LossTerms`, outputs).
     has_aux: must be True, because `loss_terms` also returns outputs.
   """
-  assert has_aux  # `jax.value_and_grad` has this argument, too
+  assert has_aux  # the argument is there because `jax.value_and_grad` has it
 
   def differentiated(trained: model_roles.Trained):
     gradients, outputs = clipping_bias.term_gradients(loss_terms, trained)
     gradients = gradients._replace(
       policy=gradients.policy.policy, bias=gradients.bias.policy
     )
-    # The value of the loss is in the metrics; nothing else reads it.
+    # No caller reads the value of the loss. The metrics have its terms.
     return (None, outputs), gradients
 
   return differentiated
@@ -318,7 +319,7 @@ def divide_by_bias_norm(
   outputs: step_lib.LossOutputs,
   inputs: Inputs,
 ) -> tuple[model_roles.Trained, step_lib.LossOutputs]:
-  """Divides the policy gradient by the bias norm; replaces `finish`."""
+  """Divides the policy term's gradient by the bias norm; replaces `finish`."""
   policy, norm = clipping_bias.divide_by_bias_norm(
     gradients._replace(other=gradients.other.policy),
     floor=inputs.algorithm.correction.clipping_bias.floor,
@@ -335,7 +336,8 @@ def _with_bias_norm(outputs: step_lib.LossOutputs, norm: Array):
 
 
 METHOD = step_lib.Method(context_of, policy_loss, finish=finish)
-# For algorithms that divide the policy gradient by the norm of the bias.
+# For algorithms that divide the gradient of the policy term by the norm of the
+# gradient of the bias term.
 BIAS_NORM_METHOD = step_lib.Method(
   context_of, loss_terms, differentiate_terms, divide_by_bias_norm
 )
@@ -367,17 +369,17 @@ def _load_balance(
 ) -> Array:
   """Returns a microbatch's share of `moe.load_balance`; the shares add up.
 
-  The load, how often each expert was visited, was counted over the minibatch in
-  the old policy's pass and has no gradient. With routing replay, and before the
-  first update, the present pass has the same load. Rows without loss tokens,
-  such as failed trajectories, are not counted.
+  The load of an expert is the number of its visits. It was counted over the
+  minibatch in the old policy's pass and has no gradient. With routing replay,
+  and before the first update, the present pass has the same load. Rows without
+  loss tokens, such as failed trajectories, are not counted.
 
   Args:
     probs_BX: router probabilities of the microbatch, see `moe.Routing`; the
       gradient flows through them.
     microbatch: the rows of `probs_BX`.
     minibatch: all rows, with `expert_visits_BX`.
-    experts_per_token: experts that each token visits.
+    experts_per_token: the number of experts that each token visits in a layer.
   """
   visits_BX = _valid_rows(minibatch.expert_visits_BX, minibatch)
   visits_X = jnp.sum(visits_BX, axis=0)

@@ -36,7 +36,7 @@ class Updating(NamedTuple):
     update: runs `step.update` on (state without frozen weights, frozen weights,
       batch, `packing.Packed`, `step.Hyperparameters`). It donates the state.
     sizes: returns the number of tokens and the number of loss tokens of each
-      trajectory or pair of a batch. Every host gets the result for all hosts.
+      trajectory or pair of a batch. Every host gets the numbers of all rows.
   """
 
   layout: state_lib.TrainState
@@ -69,7 +69,7 @@ class Programs(NamedTuple):
     update_minibatch: runs `Updating.update` on states that contain frozen
       weights, see `keeping_frozen`. On a CPU it may be one program per core.
     update_values: runs the same update for the value model alone, which must
-      have layers of its own.
+      not be the value head of the policy.
     annotate, mean_logprobs: see the module `annotate`.
     token_outputs: see `forward.all_outputs`.
     token_details: see `token_details.measure_tokens`; all hosts get all rows.
@@ -98,9 +98,9 @@ def updating(
 ) -> Updating:
   """Returns the programs that start and update a state.
 
-  One program selects the rows of a minibatch and updates the state. Two
-  programs with collectives that run at the same time could block each other on
-  CPU devices.
+  A single program selects the rows of a minibatch and updates the state. Two
+  separate programs with collectives could run at the same time and, on CPU
+  devices, block each other.
 
   Args:
     spec: the models and the sizes of an update.
@@ -114,8 +114,8 @@ def updating(
   init = functools.partial(
     state_lib.init, models=spec.models, optimizers=optimizers
   )
-  # No weight has been read yet, so only shapes are known. The layout is needed
-  # now, because each device later reads its own shards of the weights.
+  # The layout is made from shapes, before weights are read, because each device
+  # then reads only its own shards of the weights.
   weights = spec.models.policy.plain_policy.abstract_params
   state = jax.eval_shape(
     init, weights, jax.random.key(0), None, spec.models.abstract_value_start
@@ -136,9 +136,9 @@ def updating(
     layout=layout,
     # The weights are donated, so that no second copy of them is made.
     init=jit(init, donate_argnums=(0, 3), out_shardings=layout),
-    # The shardings of the result are given. For an updated state, the compiler
-    # might choose other shardings than for a new or a restored state, and then
-    # the update would compile twice.
+    # The shardings of the result are fixed. Otherwise the compiler might give
+    # an updated state other shardings than a new or a restored state has, and
+    # then the update would compile twice.
     update=jit(
       update_rows,
       donate_argnums=0,
@@ -161,8 +161,8 @@ def sizes(batch: Any) -> tuple[Any, Any]:
   return total(batch.lengths_B), total(batch.loss_mask_BL)
 
 
-# Eight entries suffice, because most algorithms differ in numbers only and
-# share their programs.
+# Eight cached results suffice, because most algorithms differ in numbers only
+# and share their programs.
 @functools.lru_cache(maxsize=8)
 def build(
   spec: step_lib.Spec,
@@ -173,7 +173,9 @@ def build(
   num_workers: int,
   routing_replay: str,
 ) -> Programs:
-  """Returns the programs of reinforcement learning for static arguments.
+  """Returns the programs of reinforcement learning.
+
+  All arguments are static. Equal arguments give the same programs.
 
   Args:
     spec: the models and the sizes of an update.

@@ -1,8 +1,9 @@
 """The state that training changes: weights and optimiser states.
 
-With LoRA a run holds one copy of the base weights. This copy is the frozen base
-of the policy and of the value model, which train adapters (and the value head).
-If `model.reference_path` is empty, it is also the reference policy.
+With LoRA a run holds one copy of the base weights. The copy is the frozen base
+of both the policy and the value model, whose trained weights are adapters and
+the value head. If `model.reference_path` is empty, the copy is also the
+reference policy.
 """
 
 import dataclasses
@@ -83,9 +84,9 @@ def init(
   models: model_roles.Models,
   optimizers: Optimizers,
 ) -> TrainState:
-  """Returns the state before the first update; jit it or trace its shapes.
+  """Returns the state before the first update; call it under jit.
 
-  Value heads are zero.
+  The weights of a value head are 0 at the start.
 
   Args:
     weights: a policy's weights without adapters, to be donated. They become the
@@ -113,7 +114,7 @@ def init(
     else:
       params = model.join_params(weights, {})
     if model.head != 'vocabulary':
-      # An untrained critic should return the value 0.
+      # A value head that is not trained yet should return 0.
       head_D1 = jnp.zeros((model.config.hidden_size, 1))
       params = params | {'scalar_head': head_D1}
     return ModelState(params, optimizer.init(params), jnp.zeros((), jnp.int32))

@@ -81,8 +81,9 @@ class Method(NamedTuple):
     loss: see the module's docstring.
     differentiate: `jax.value_and_grad`, or the function that replaces it for a
       loss that returns several terms.
-    finish: maps (summed gradient, summed outputs with stacked diagnostics,
-      `Hyperparameters.loss`) to gradient and outputs of the minibatch.
+    finish: maps (gradient summed over microbatches, `LossOutputs` with summed
+      metrics and stacked diagnostics, `Hyperparameters.loss`) to the gradient
+      and the outputs of the minibatch.
   """
 
   context: Callable[..., Tree]
@@ -157,12 +158,13 @@ def sum_gradients(
     params: the weights, from `Models.cast`.
     context: the result of `method.context` for the whole minibatch.
     method, spec: see `update`.
-    microbatches: arrays with leading axes (n, B / n): all microbatches of the
-      minibatch, or some of them.
+    microbatches: all microbatches of the minibatch, or some of them, stacked by
+      `minibatches.split`.
 
   Returns:
-    The gradient, and the outputs with stacked diagnostics, for `Method.finish`.
-    Gradients and metrics of several calls may be added.
+    The summed gradient, and `LossOutputs` with summed metrics and stacked
+    diagnostics, for `Method.finish`. Gradients and metrics of several calls may
+    be added.
   """
   loss = functools.partial(method.loss, spec=spec)
 
@@ -191,10 +193,10 @@ def apply_gradients(
   *,
   optimizers: state_lib.Optimizers,
 ) -> tuple[state_lib.TrainState, LossOutputs]:
-  """Takes a step with both optimisers, or with neither if one is not sound.
+  """Takes a step with both optimisers, or none if one step is not sound.
 
-  The policy also stays as it is if `policy_learns` is false, or if the policy's
-  gradient is None.
+  For a sound step see `optimizer.is_sound`. The policy also stays as it is if
+  `policy_learns` is false, or if the policy's gradient is None.
   """
   # Both models are checked before either is replaced. Otherwise one model could
   # be updated while the update of the other one is skipped.
@@ -235,8 +237,8 @@ def summarize(outputs: Sequence[LossOutputs]) -> dict[str, float]:
     name: float(np.mean([update[name] for update in metrics]))
     for name in metrics[0]
   }
-  # The sums of diagnostics are merged before they are divided. A mean of the
-  # updates' means would weigh the tokens of a small minibatch more.
+  # Diagnostics are merged as sums over tokens and divided afterwards. The mean
+  # of the updates' means would weigh the tokens of a small minibatch more.
   pooled = functools.reduce(diagnostics_lib.merge, diagnostics)
   return means | diagnostics_lib.summarize(pooled)
 

@@ -87,9 +87,9 @@ def measure_tokens(
     forward.inputs_of(chosen),
     packed.packing,
   )
-  # Of the loss only the cut mask and the weights are used, not the value. So
-  # the entropy bonus is left out, and statistics and count are formed from
-  # these rows.
+  # Only the cut mask and the weights of the loss are used, not its value. So
+  # the entropy coefficient is 0, and statistics and count are formed from these
+  # rows.
   loss = losses.policy_loss(
     algorithm,
     logprobs_BL,

@@ -47,7 +47,7 @@ def context_of(
   *,
   spec: step_lib.Spec,
 ) -> policy_loss.Context:
-  """Returns the data of a minibatch that its microbatches read."""
+  """Returns the data of the minibatch that the loss of a microbatch reads."""
   del params, microbatches  # only minibatch statistics would need them
   return policy_loss.join_context(minibatch, inputs, None, spec=spec)
 
@@ -77,7 +77,8 @@ class Warmup:
       the warm-up never ends early.
     best: the largest explained variance so far.
     best_step: the step with the largest explained variance.
-    ended: the first step after a warm-up that ended early, or None.
+    ended: the first step in which the policy learns if the warm-up ended early;
+      None if it did not end early.
   """
 
   steps: int
@@ -88,7 +89,10 @@ class Warmup:
 
   @property
   def end(self) -> int:
-    """The first step in which the policy learns; an early end lowers it."""
+    """The first step in which the policy learns, as far as is known.
+
+    When the warm-up ends early, this becomes the present step.
+    """
     return self.steps if self.ended is None else min(self.steps, self.ended)
 
   @property

@@ -102,9 +102,9 @@ def _load_policy(config, path: str, policy: functional.Model) -> Start:
 def load_merged(
   config, path: str, policy: functional.Model
 ) -> functional.Params:
-  """Returns the start's weights of a policy, with merged adapters.
+  """Returns the weights that a policy starts from, with merged adapters.
 
-  The adapters come from `model.lora.path`, if it is set; for `path` see
+  If `model.lora.path` is empty, there are no adapters to merge. For `path` see
   `load_start`.
   """
   if not config.model.lora.path:
@@ -142,8 +142,8 @@ def load_reference(
 ) -> functional.Params | None:
   """Returns the weights of the frozen reference.
 
-  The weights are read from `model.reference_path` or, if it is empty, from the
-  start of the run, like the policy's. If the reference is the base under the
+  The weights are read from `model.reference_path`. If it is empty, they are the
+  weights that the policy starts from. If the reference is the base under the
   adapters, the result is None, because the state contains the base.
 
   Args:
