@@ -55,8 +55,8 @@ class Prompts:
 
     Args:
       text: the user message.
-      tools: functions that the template describes to the model, if it supports
-        functions.
+      tools: functions that the template describes to the model; a template that
+        does not support functions ignores them.
 
     Returns:
       int32 [L].
@@ -87,13 +87,13 @@ class Prompts:
       return bool(system)
     try:
       self._render(_dialogue(system, PROBE))
-    except ValueError:  # any other error comes up again in `encode`
+    except ValueError:  # if the template is broken, `encode` raises the error
       return True
     return False
 
   @functools.cached_property
   def _choices(self) -> Mapping[str, Any]:
-    """The template's variables other than its messages and tools."""
+    """The variables of the template, without its messages and tools."""
     name, choice = 'enable_thinking', self._options.enable_thinking
     if choice == 'auto':
       return {}
@@ -108,7 +108,7 @@ class Prompts:
     return {name: choice == 'on'}
 
   def _messages(self, text: str) -> list[dict[str, str]]:
-    """Returns the messages of a prompt."""
+    """Returns the messages of a prompt whose user message has this text."""
     system = self._options.system
     if self.folds_system:  # the template of Gemma 3 does the same
       return _dialogue('', f'{system}\n\n{text}')
@@ -117,7 +117,10 @@ class Prompts:
   def _render(
     self, messages: Sequence[dict[str, str]], tools: Tools = (), **choices: Any
   ) -> str:
-    """Returns messages as text, in the chat template if there is one."""
+    """Returns the messages as one text, rendered in the chat template.
+
+    Without a template the text is the content of the last message.
+    """
     if not self._fast.chat_template:
       return messages[-1]['content']
     try:
@@ -136,7 +139,7 @@ class Prompts:
     except Exception as error:  # a template is a program: it may raise anything
       reason = f'{type(error).__name__}: {" ".join(str(error).split())}'
       raise ValueError(f'the chat template fails ({reason})') from error
-    assert isinstance(text, str)  # it is a list only for several dialogues
+    assert isinstance(text, str)  # only several dialogues would give a list
     for message in messages:
       if without_space(message['content']) not in without_space(text):
         raise ValueError(
@@ -146,7 +149,10 @@ class Prompts:
 
   @property
   def begun_by_tokenizer(self) -> bool:
-    """Whether the tokenizer, and no template or option, adds the bos token."""
+    """Whether prompts get a bos token by the rules of the tokenizer.
+
+    It is false if a chat template or the option `bos` decides on the bos token.
+    """
     bos = self._fast.bos_token_id
     is_open = self._options.bos == 'auto' and not self._fast.chat_template
     return is_open and bos is not None and self._begun([])[:1] == [bos]
@@ -174,7 +180,7 @@ def _dialogue(system: str, text: str) -> list[dict[str, str]]:
 
 
 def _without_clock(template: str) -> str:
-  """Returns the template with the fixed date for each `strftime_now` call."""
+  """Returns the template with a fixed date in place of `strftime_now` calls."""
   template = _CLOCK.sub(lambda call: repr(_DAY.strftime(call[2])), template)
   # `transformers` passes its own `strftime_now` to templates, and a caller
   # cannot replace that function.

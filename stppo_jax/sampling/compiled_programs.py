@@ -106,7 +106,7 @@ class CompiledPrograms:
       params: the trained weights.
       version: the number of training steps that made the weights.
       base: the frozen weights, if the trained weights are adapters. They are
-        copied only if the last call got another `base`.
+        copied only if they are not the `base` of the previous call.
     """
     # The old weights are dropped first, so that the devices never hold both the
     # old and the new weights.
@@ -146,10 +146,10 @@ def _takes_any_number(
 ) -> bool:
   """Returns whether one compiled program handles any number of pages.
 
-  On a CPU the program has a branch for each page, because branches are cheap
-  there and compiling is slow. An attention kernel reads only the pages in use,
-  whatever their number. In all other cases, each number of pages is compiled as
-  a program of its own.
+  On a CPU the program decides for each page whether to read it, because
+  branches are cheap there and compiling is slow. An attention kernel reads only
+  the pages in use, whatever their number. In all other cases, each number of
+  pages is compiled as a program of its own.
   """
   cpu = mesh_lib.platform(mesh) == 'cpu'
   return cpu or cached_pass.reads_live(model.config, page_size)

@@ -21,8 +21,8 @@ Weights change between turns only. A turn takes the newest weights when it
 begins and keeps them to its end, so one policy writes the whole turn. The
 result of a turn contains the version of its weights. While turns of two
 versions are being written, each call decodes the turns of one version only.
-Turns of two versions occur only with the option `turn_swaps`. With this option
-no slot waits until all rows have ended: slots are refilled at once, even if
+Only with the option `turn_swaps` can turns of two versions occur. With this
+option, a slot is refilled as soon as its row is closed, even if
 `deterministic`. The bits of a row then depend on the versions of its turns, and
 on nothing else that timing changes.
 """
@@ -79,7 +79,7 @@ class Engine:
     drivers = [
       make_driver(self._programs, options) for _ in range(options.lanes)
     ]
-    self._driver = drivers[0]  # the only driver if the engine spans hosts
+    self._driver = drivers[0]  # an engine that spans hosts has only this one
     self._lanes = [
       lane_lib.Lane(driver, options, self._turn_weights) for driver in drivers
     ]
@@ -93,7 +93,7 @@ class Engine:
     *,
     base: functional.Params | None = None,
   ) -> None:
-    """Copies the policy's weights; turns begin with them until the next call.
+    """Copies the weights with which turns begin from now on.
 
     The weights must be copied: the learner donates its weights to the next
     update, and the engine may still decode then.
@@ -148,20 +148,21 @@ class Engine:
     greedy: bool,
     due: Sequence[Sequence[int]] | None = None,
   ) -> None:
-    """Begins a collection, and drops the rows that are left of the last one.
+    """Begins a collection, and drops all rows of the previous collection.
 
     Args:
       prompts: token ids, one array for each group of adjacent rows; None for a
         group that is left out. A prompt is computed only if no row on the
         device holds it already.
-      keys: one typed key for each row; token t of a row is sampled with
-        fold_in(key, t), where t is its position in the row.
+      keys: one typed key for each row; the token at position t of a row is
+        sampled with fold_in(key, t).
       group_size: the number of rows that share a prompt; it must divide the
         slots of a lane.
       max_turn_tokens: the most tokens of a turn.
       greedy: whether to take the most probable token instead of sampling.
-      due: for each row, the versions of weights that its turns wait for, in
-        order. If None, turns take the newest weights.
+      due: for each row, one version for each of its turns, in order. A turn
+        begins once the weights have this or a later version. If None, no turn
+        waits for weights.
 
     Raises:
       ValueError: if `group_size` does not divide the slots of a lane. A lane
@@ -301,9 +302,8 @@ class Engine:
     """Returns the weights of turns that begin now.
 
     These are the newest weights. But if turns of two older versions are still
-    being written, new turns take the newer of these two versions. With a third
-    version, a chunk would take three calls, each of which reads all its
-    weights.
+    being written, new turns take the newer of these two versions. The reason is
+    that each version in use needs a call of its own, which reads all weights.
     """
     newest = self._programs.weights
     assert newest is not None
@@ -322,7 +322,7 @@ class Engine:
     return [row for row in self._queue if row.is_due(weights)]
 
   def _start_wave(self) -> None:
-    """Fills all slots from the queue; the lanes get the groups in turn."""
+    """Fills all slots from the queue: each group goes to the next lane."""
     first = self._queue[0].group
     while self._queue:
       group = self._queue[0].group - first

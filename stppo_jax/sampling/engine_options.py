@@ -46,15 +46,15 @@ class EngineOptions:
       appends to a row.
     decode_chunk: the most tokens of a row that one call decodes.
     early_exit: a chunk ends once this share of its turns has ended. It has no
-      effect if `deterministic`.
+      effect if `deterministic`, or on a GPU.
     lookahead: the number of further chunks that are started before the result
       of the oldest chunk is read.
     deterministic: whether every program runs on all slots, so that the bits of
       a row do not depend on when observations arrive. With `turn_swaps` never,
       new rows are then admitted only when all slots are free.
-    lanes: the number of lanes that the slots are divided among. Each lane has a
-      thread of its own. With several lanes, the engine must have only one
-      device.
+    lanes: the number of lanes that the slots are divided among. If there are
+      several lanes, each has a thread of its own, and the engine must have only
+      one device.
     batch_rows: the most rows that one call decodes; 0 means all rows of a lane.
       It has no effect if `deterministic`.
     return_expert_ids: whether `Engine.close`, which ends a row, returns the
@@ -129,7 +129,7 @@ class EngineOptions:
     return self.slots_per_lane
 
   def largest_call(self, shards: int) -> int:
-    """Returns the number of slots in the largest call of a program.
+    """Returns the number of slots of all devices in the largest program call.
 
     Every device gets the same number of slots, even if most of the active slots
     are on one device.

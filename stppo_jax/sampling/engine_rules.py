@@ -7,9 +7,9 @@ module does not import jax.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Settings that keep hosts from decoding together (rollout.span=slice). For each
-# key of the config: a function that says whether a value of the key forbids it,
-# and the reason.
+# Settings with which hosts cannot decode together (rollout.span=slice). For
+# each key of the config: a function that says whether a value of the key is
+# such a setting, and the reason.
 DECODES_ALONE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
   'mesh.collect_fraction': (
     lambda fraction: fraction > 0,
@@ -32,9 +32,10 @@ DECODES_ALONE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     'hosts that decode together need the same weights in every call',
   ),
 }
-# Settings that rollout.turn_swaps needs. For each key of the config: a function
-# that says whether turn_swaps and the value of the key fit together, the values
-# of turn_swaps that fit every value of the key, and the reason.
+# Settings that do not fit every value of rollout.turn_swaps. Each entry has the
+# key of the setting, a function that says whether a value of turn_swaps (other
+# than never, which always fits) and a value of the key fit together, the values
+# of turn_swaps that the error message proposes, and the reason.
 SWAPS_TURNS: Sequence[tuple[str, Callable[[str, Any], bool], str, str]] = (
   (
     'rollout.steps_ahead',
@@ -68,7 +69,7 @@ SWAPS_TURNS: Sequence[tuple[str, Callable[[str, Any], bool], str, str]] = (
 def slots_problem(slots: int, *, lanes: int, group_size: int) -> str:
   """Returns the reason why slots cannot be divided into lanes; '' if they can.
 
-  Every lane must have the same number of slots, which whole groups must fill.
+  Every lane must have the same number of slots, a multiple of the group size.
 
   Args:
     slots: the number of slots of all lanes.

@@ -24,9 +24,9 @@ from stppo_jax.sampling import slot_calls
 from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import slot_programs
 
-# Waiting rows are appended to once their number reaches this share of the
-# number of generating rows, because a large call of `extend` costs little more
-# than a small one.
+# Appends wait until the number of waiting rows reaches this share of the number
+# of generating rows, because a large call of `extend` costs little more than a
+# small one.
 _APPEND_SHARE = 0.25
 
 Row = rows_lib.Row
@@ -38,8 +38,8 @@ class _ChunkInFlight:
 
   Attributes:
     turns: for each slot of the chunk, the row and the number of its turn.
-    earlier: the calls since the previous chunk; if one of them failed, this
-      chunk is useless.
+    earlier: the futures of the calls since the previous chunk. If one of these
+      calls failed, this chunk is useless.
     result: the future of the result of `SlotDriver.decode`.
   """
 
@@ -83,8 +83,8 @@ class Lane:
   def begin(self, *, max_turn_tokens: int, greedy: bool) -> None:
     """Empties all slots for a new collection.
 
-    Waits for the calls of the last collection, and raises their first error,
-    which would otherwise be lost. The next call of `begin` then succeeds.
+    Waits for the calls of the last collection. If one of them failed, resets
+    the driver and raises the first error. The next `begin` then succeeds.
 
     Args:
       max_turn_tokens: the most tokens of a turn.
@@ -152,7 +152,7 @@ class Lane:
 
     Returns:
       The result of `SlotDriver.expert_ids`. If the engine's options do not ask
-      for experts, the result is None, and the call waits for no thread.
+      for experts, the result is None, and no other thread is waited for.
     """
     self.free.append(row.slot)
     self.free.sort()
@@ -291,7 +291,7 @@ class Lane:
     """Returns another row on the same device that holds a row's prompt, if any.
 
     The first token after a prompt depends on the weights that have read the
-    prompt, so these must be the weights of the turn that begins.
+    prompt. So the other row must have read it with weights of this version.
     """
     for other in self._rows.values():
       if other.group == row.group and other.prompt_version == version:
@@ -307,13 +307,13 @@ class Lane:
 
     Otherwise two chunks are in flight, so that the device need not wait for the
     host. A chunk may read as many pages of each row as its longest row needs,
-    so a batch is a chosen row and the rows closest to that row in length. While
-    rows wait for a slot (`queued`), the row is chosen whose last chunk, or
-    whose turn, was begun longest ago: new rows are short, and if the shortest
-    row went first, new rows would overtake all others for ever. Once the queue
-    is empty, the shortest row is chosen, which has most tokens ahead of it. All
-    rows then end at about the same time. Otherwise a few rows would be left at
-    the end, and the device would be idle while they wait for the retriever.
+    so it decodes a chosen row and the rows that are closest to it in length.
+    While rows wait for a slot (`queued`), the chosen row is the row that has
+    waited longest for a chunk: new rows are short, and if the shortest row were
+    chosen, new rows would overtake all others for ever. Once the queue is
+    empty, the shortest row is chosen, because it may grow most. So all rows end
+    at about the same time. Otherwise a few rows would be left at the end, and
+    the device would be idle while these rows wait for the retriever.
     """
     size = self._driver.batch_rows
     rows = [row for row in self._generating.values() if self._fits(row)]
@@ -346,12 +346,12 @@ class Lane:
       # The chunks in flight may make the row longer by all their tokens.
       ahead = row.in_flight * self._options.decode_chunk
       length = min(row.length + ahead, self._options.max_length)
-      # The host does not wait for the exact length. With an upper bound, the
-      # program may at most read pages that turn out to be empty.
+      # The exact length is known only after these chunks. `length` is an upper
+      # bound, with which the program may read some pages that are still empty.
       decodes[row.slot] = slot_calls.Decode(
         row.key_data, length, tuple(row.pages)
       )
-      # By the turn, `collect_done` recognises a late result of an earlier turn.
+      # The number of the turn shows `collect_done` whether a result is late.
       row_turns[row.slot] = row, row.turn
       row.in_flight += 1
       self._generating[row.slot] = self._generating.pop(row.slot)
@@ -368,7 +368,7 @@ class Lane:
     slots, chunk = self._driver.decode(
       decodes, params, greedy=self._greedy, enough=enough
     )
-    # A lane's thread may wait for the device; the caller's thread must not.
+    # The lane's thread may wait for the device; the caller's thread must not.
     return slots, chunk if self._thread is None else self._driver.read(chunk)
 
   def collect_done(self) -> dict[int, types.GeneratedTurn]:

@@ -75,8 +75,8 @@ class Lowering:
       self._slots_layout,
     )
     # The number of rows in the largest call. With `batch_rows` it may be
-    # smaller than the number of slots. No program runs on more rows, so this
-    # one needs the most memory.
+    # smaller than the number of slots. No program runs on more rows, so the
+    # programs for this number need the most memory.
     self._shards = cache_lib.row_shards(model.config, mesh)
     self._rows = hosts * options.largest_call(self._shards // hosts)
     self._table_ZV = jax.ShapeDtypeStruct(

@@ -1,7 +1,7 @@
 """Describes the dialogues of a collection, and gives them pages of the cache.
 
-Rows that share a prompt share the full pages of the prompt. A page becomes free
-when the last row that holds it gives it back.
+Rows that share a prompt share the pages that the prompt fills completely. A
+page becomes free when the last row that holds it gives it back.
 
 There may be fewer pages than all rows need at their full length. Then rows wait
 for pages, but the oldest row never waits: the pages that it may still need are
@@ -43,8 +43,8 @@ class Row:
     weights: the weights that write the current turn. Between turns it is None,
       so that a row that waits keeps no old weights in memory.
     version: the version of the weights of the row's last turn.
-    due: the versions of weights that the row's turns wait for, in order. If (),
-      turns take the newest weights.
+    due: for each turn of the row, in order, the least version of weights with
+      which the turn may begin. Turns beyond the end of `due` wait for nothing.
     prompt_version: the version of the weights that have read the prompt, if
       other rows can begin with a copy of the prompt; else None.
   """
@@ -95,8 +95,8 @@ class Row:
       recomputes: whether keys and values of older weights are computed again.
     """
     # The first token of a turn is predicted by the weights that have read the
-    # token before it. If there is no observation to read, these would be the
-    # weights of the turn before.
+    # token before the turn. If there is no observation to read, these would be
+    # the weights of the previous turn.
     is_other = self.length > 0 and self.version != version
     return is_other and (recomputes or not len(token_ids))
 
@@ -174,7 +174,10 @@ class PagePool:
     self.release(row)
 
   def emptied(self, row: Row, token_ids: np.ndarray) -> np.ndarray:
-    """Empties a row, and returns its old and new tokens to append again."""
+    """Empties a row, and returns the tokens to append to it.
+
+    They are all tokens that the row had, followed by `token_ids`.
+    """
     self.release(row)
     token_ids = np.concatenate([*row.written, token_ids])
     # Other rows can no longer copy the prompt of this row: a copy would begin

@@ -108,8 +108,8 @@ def truncate(logits_SV: Array, sampling: Sampling) -> Array:
   if sampling.top_p < 1:
     sorted_SV = jnp.sort(logits_SV, axis=-1, descending=True)
     mass_SV = jnp.cumsum(jax.nn.softmax(sorted_SV, axis=-1), axis=-1)
-    # These are the tokens up to and including the one at which the mass reaches
-    # top_p.
+    # The most probable tokens, up to and including the token at which their
+    # total probability reaches top_p.
     before_SV = jnp.pad(mass_SV[:, :-1], ((0, 0), (1, 0)))
     needed_SV = before_SV < sampling.top_p
     least_S1 = jnp.min(

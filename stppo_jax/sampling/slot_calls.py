@@ -31,7 +31,7 @@ class CopyPrompt:
   """Describes a prompt that a slot copies from another slot of its device.
 
   Attributes:
-    source: the slot that holds the prompt; its row may have gone on since.
+    source: the slot that holds the prompt; it may hold later tokens, too.
     length: the number of tokens of the prompt.
     budget: the number of tokens that the policy may generate after the prompt.
     last_page: the page that the prompt fills only in part, and the page to

@@ -87,8 +87,8 @@ class SlotDriver:
     is_wave = self._waves and all(not x.length for x in appends.values())
     compacts = self.compacts or (is_wave and not self.joins)
     for chunk, first in self._chunks(appends):
-      # Every slot of a batch reads as many pages as the longest one has begun,
-      # so slots of similar lengths go together.
+      # Every slot of a batch reads as many pages as the longest slot of the
+      # batch has begun, so slots of similar lengths form a batch.
       by_length = sorted(chunk, key=lambda slot: chunk[slot].length)
       for batch in self._batches(by_length):
         batch_appends = {slot: chunk[slot] for slot in batch}
@@ -99,7 +99,7 @@ class SlotDriver:
         )
 
   def copy(self, copies: Mapping[int, slot_calls.CopyPrompt]) -> None:
-    """Starts turns in slots that begin with copies of other slots' prompts.
+    """Copies prompts from other slots into slots, and starts turns there.
 
     A program reads all prompts of a batch before it overwrites any slot.
     """
@@ -127,8 +127,8 @@ class SlotDriver:
       enough: the chunk ends once this many turns have ended in it.
 
     Returns:
-      The slot number of each row of the chunk, which is None for padding, and
-      the chunk itself.
+      The slot number of each row of the chunk's arrays, or None for a row that
+      is padding; and the chunk.
     """
     call = slot_calls.Call(
       'decode',
@@ -157,9 +157,9 @@ class SlotDriver:
   def _run(
     self, call: slot_calls.Call, function: Callable[[slot_calls.Call], Any]
   ) -> Any:
-    """Calls a function that runs a program, and returns its result.
+    """Calls a function that runs a program, and returns the function's result.
 
-    `SliceDriver` first agrees with the other hosts on the call.
+    Only `SliceDriver` first agrees on the call with the other hosts.
     """
     return function(call)
 
@@ -245,7 +245,7 @@ class SlotDriver:
   def _chunks(
     self, appends: Mapping[int, slot_calls.Append]
   ) -> Iterator[tuple[Mapping[int, slot_calls.Append], int]]:
-    """Yields, per chunk of C tokens, the slots with tokens and its start."""
+    """Yields, for each chunk of C tokens, its slots and its first position."""
     longest = max(len(append.token_ids) for append in appends.values())
     for first in range(0, max(longest, 1), self._prefill_chunk):
       yield (
@@ -288,7 +288,7 @@ class SlotDriver:
       batch.prompts_A[place] = not append.length and last
       batch.budgets_A[place] = append.budget if last else -1
     slots_A, batch, table_AN = self._programs.put(active.slots, batch, table_AN)
-    # The call has donated the old state, so the new state replaces it at once.
+    # The call donates the old state, so the new state must replace it at once.
     self._state = self._programs.extend(
       params,
       self._state or self._programs.empty(self.slots),
@@ -320,7 +320,8 @@ class SlotDriver:
     number = -(-longest // self._programs.page_size)
     if self._programs.takes_any_number or number < 2:
       return number
-    # The number is rounded up to a power of 2, because each number is compiled.
+    # The number is rounded up to a power of 2, because each number needs a
+    # compiled program of its own.
     return min(2 ** (number - 1).bit_length(), self._programs.pages_per_row)
 
   def _batches(self, slots: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -339,7 +340,7 @@ class SlotDriver:
     if not compacts:
       return part
     # A program has the same shape on all devices, so the device with the most
-    # active slots decides.
+    # active slots decides the size.
     largest = int(np.bincount([slot // part for slot in slots]).max())
     return _fitting(largest, min(self.batch_rows, part))
 

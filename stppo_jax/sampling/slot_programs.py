@@ -3,8 +3,8 @@
 S slots, A active slots, C tokens of a chunk, D model width, N pages of a row, V
 vocabulary, Z states of the stop automaton. `extend` appends prompts and
 observations; `decode` samples tokens from the policy. The keys and values of a
-slot stay in the cache through all turns of a dialogue, so no token is computed
-twice.
+slot stay in the cache through all turns of a dialogue, so earlier tokens need
+not be computed again.
 
 Shapes are fixed, because XLA compiles a program for each shape. Rows come, go
 and end their turns at any time, which changes only masks, counts and lengths. A
@@ -18,8 +18,8 @@ each device from 0. An element of S or more is padding, and stands for no slot.
 
 `table_AN` has the page numbers of each active slot. `num_pages` is the number
 of pages that hold all tokens of the longest active slot so far. Attention reads
-no further pages, so a short dialogue does not pay for `max_length`; see
-`models/cache`.
+no further pages, so the cost of short dialogues does not depend on
+`max_length`; see `models/cache`.
 """
 
 import dataclasses
@@ -177,8 +177,8 @@ def decode(
   that still generate would be decoded in a batch that is mostly frozen, and the
   rows whose turns ended would wait for them.
 
-  On a GPU, the host would have to read a result after each token, to find out
-  whether the chunk goes on and which branch comes next. So with `captured` the
+  On a GPU, a program with an early end or a branch needs the host, which reads
+  a result after each token to find out what comes next. So with `captured` the
   chunk has `num_tokens` steps and no branch, whatever the data, and XLA can
   capture its kernels as CUDA graphs. Rows whose turns have ended are frozen, so
   the tokens are the same.

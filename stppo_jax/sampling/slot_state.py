@@ -94,18 +94,18 @@ def copy_prompts(
   *,
   mesh: jax.sharding.Mesh,
 ) -> SlotState:
-  """Starts turns in slots that begin with copies of other slots' prompts.
+  """Copies prompts from other slots into slots, and starts turns there.
 
   The full pages of a prompt are not copied: the host has listed these pages for
   both slots. The last page, which the prompt fills only in part, is copied,
-  because rows differ after the prompt. The copied page also contains later
-  tokens of the source, but they lie beyond the length of the new slot and are
-  never read.
+  because rows differ after the prompt. The copied page may also contain later
+  tokens of the source. They lie beyond the length of the new slot and are never
+  read.
 
   Args:
     state: the state of all slots; the caller donates it.
-    sources_A: the slots whose first lengths_A tokens are the prompt; their rows
-      may have gone on since.
+    sources_A: the slots whose first lengths_A tokens are the prompt; they may
+      hold later tokens, too.
     slots_A: the slots that begin with the prompt.
     lengths_A: int32, the number of tokens of the prompt.
     budgets_A: int32, the number of tokens that the policy may generate.
@@ -113,8 +113,8 @@ def copy_prompts(
       it is copied; both are `cache.NO_PAGE` if the prompt fills its pages.
     mesh: the mesh of the slots.
   """
-  # The row of the source may have gone on, and most of its state then belongs
-  # to its later turns. Only `prompt_hidden` still describes the prompt.
+  # If a source holds later tokens, too, most of its state belongs to these
+  # tokens. Only `prompt_hidden` still describes the prompt.
   sources = gather_slots(state, slots_A=sources_A)
   cache = cache_lib.copy_pages(state.cache, from_A, to_A, mesh=mesh)
   return scatter_slots(

@@ -115,7 +115,7 @@ def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:
   # stop strings share the last state, because the text after them does not
   # matter.
   prefixes = sorted({stop[:n] for stop in stops for n in range(len(stop))})
-  index = {prefix: n for n, prefix in enumerate(prefixes)}  # b'' is 0
+  index = {prefix: n for n, prefix in enumerate(prefixes)}  # b'' is START
   stopped = len(prefixes)
   table = np.zeros((stopped + 1, 256), np.int64)
   table[stopped] = stopped

@@ -88,8 +88,7 @@ class EngineClient:
         the request is repeated; if it raises `BadReply`, the failure is final.
 
     Raises:
-      EngineError: if every attempt failed, or if an attempt failed for a final
-        reason.
+      EngineError: if every attempt failed, or if a failure was final.
     """
     return await self._retry(path, lambda: self._http.post(path, body), read)
 
@@ -97,7 +96,7 @@ class EngineClient:
     """Waits until the server answers /health with status 200.
 
     Raises:
-      EngineUnreachable: if the server does not answer so within `timeout`
+      EngineUnreachable: if the server has not given this answer after `timeout`
         seconds.
     """
     try:

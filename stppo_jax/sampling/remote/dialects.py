@@ -114,7 +114,7 @@ def read_models(reply: bytes) -> dict[str, Mapping[str, Any]]:
 
 
 def read_version(reply: bytes) -> str | None:
-  """Returns the label of the weights in a reply; None if there is none.
+  """Returns the label of weights that a reply names, or None if it names none.
 
   Raises:
     ValueError: if the reply is not a JSON object.
@@ -170,7 +170,7 @@ _PLAIN: Mapping[str, Any] = {
 _COMPLETION: Mapping[str, Any] = {
   **_PLAIN,
   'include_stop_str_in_output': True,
-  # The server must ignore end tokens that only the files of the model name: the
+  # The server must ignore the end tokens in the files of the model. The
   # automaton that decides where a turn ends knows only `stop_ids`.
   'ignore_eos': True,
   'add_special_tokens': False,
@@ -202,8 +202,8 @@ def _read_completion(request: Request, reply: bytes) -> Answer:
     raise ValueError(
       f"finish_reason={str(reason)[:40]!r}: expected 'stop' or 'length'"
     )
-  # vLLM repeats the prompt's ids in each choice, because a request to vLLM may
-  # have several prompts.
+  # vLLM puts the prompt's ids into each choice and not beside the choices,
+  # because a request to vLLM may have several prompts.
   echoed = choice.get('prompt_token_ids', fields.get('prompt_token_ids'))
   if echoed != list(request.prompt_ids):
     raise BadReply(

@@ -55,7 +55,7 @@ class Loop(Protocol):
 
 @dataclasses.dataclass
 class _Row:
-  """Holds the token ids of a dialogue, and the key of its seeds."""
+  """Holds the token ids of a dialogue, and the key that makes its seeds."""
 
   ids: list[int]
   key_data: np.ndarray
@@ -161,8 +161,8 @@ class RemoteEngine:
     """Begins a collection, and cancels the turns of the last one.
 
     Args:
-      prompts: token ids, one for each group of adjacent rows; None for a group
-        that is left out.
+      prompts: token ids, one array for each group of adjacent rows; None for a
+        group that is left out.
       keys: one typed key per row; the seed of a turn is a function of the key
         and of the position at which the turn begins.
       group_size: the number of rows that share a prompt.
@@ -199,10 +199,10 @@ class RemoteEngine:
     return self.max_length - len(self._rows[row].ids)
 
   def resume(self, row: int, token_ids: np.ndarray) -> None:
-    """Appends an observation to a row, and begins its next turn.
+    """Appends an observation to a row, and begins the row's next turn.
 
     Raises:
-      ValueError: if no turn of the row has ended.
+      ValueError: if the row's last turn has not ended.
     """
     self._check_between_turns(row)
     self._rows[row].ids.extend(np.asarray(token_ids).tolist())
@@ -214,7 +214,7 @@ class RemoteEngine:
     """Ends a row.
 
     Raises:
-      ValueError: if no turn of the row has ended.
+      ValueError: if the row's last turn has not ended.
     """
     self._check_between_turns(row)
     del self._rows[row]
@@ -270,7 +270,7 @@ class RemoteEngine:
 
   def _check_between_turns(self, row: int) -> None:
     if row in self._in_flight or row in self._waiting:
-      raise ValueError(f'row {row} is not between two turns')
+      raise ValueError(f'the last turn of row {row} has not ended')
 
   def _request(self, row: int) -> None:
     """Requests the next turn of a row."""
@@ -287,7 +287,7 @@ class RemoteEngine:
       [self._served.complete(request, self._check_turn)]
     )
     self._in_flight[row] = future
-    done = self._done  # this collection's queue, which the next one replaces
+    done = self._done  # the next collection has another queue
     future.add_done_callback(lambda _: done.put(row))
 
   def _finish(
@@ -340,7 +340,7 @@ class RemoteEngine:
     )
 
   def _find_stop(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-    """Returns the number of tokens up to the stop, and whether one exists."""
+    """Returns the number of tokens up to the first stop, and if one exists."""
     state = stops.StopAutomaton.START
     for n, token_id in enumerate(token_ids):
       if not 0 <= token_id < self._transitions.shape[1]:

@@ -23,8 +23,7 @@ async def connect(
     client: the client of the server.
     model: the model's name on the server.
     max_length: the most tokens of a row.
-    trial: the request for the trial turn, with the options of all later
-      requests.
+    trial: the request for the trial turn, with the run's options of sampling.
 
   Raises:
     EngineUnreachable: if the server is not ready within the client's timeout.
@@ -76,7 +75,7 @@ async def connect(
 class ServedModel:
   """Requests turns of a model on a server, and sets the model's weights.
 
-  `connect` makes it.
+  `connect` makes objects of this class.
 
   Args:
     client: the client of the server.

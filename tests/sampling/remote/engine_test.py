@@ -82,7 +82,7 @@ def test_tokens_beyond_a_stop_are_cut_off(served):
 def test_only_rows_between_turns_go_on(served):
   engine = served.engine()
   fake_servers.begin(engine, [None, [0]])
-  with pytest.raises(ValueError, match='row 1 is not between two turns'):
+  with pytest.raises(ValueError, match='the last turn of row 1 has not ended'):
     engine.resume(1, np.zeros(1, np.int32))
   assert fake_servers.turns(engine).keys() == {1}
 
