@@ -1,11 +1,11 @@
 """The alarms of a run: rules that watch the metrics of each step.
 
-A rule computes one number from the metrics that a step has anyway, and compares
-the number with a threshold. The threshold is the key with the alarm's name in
-the section `alarms` of a config. The metric `alarm/{name}` is 1 in a step in
-which the alarm rings, and 0 in other steps. A step whose metrics do not give
-the number has no metric `alarm/{name}`: a run without a value model, for
-example, has no explained variance.
+A rule computes one number from the other metrics of a step, and compares the
+number with a threshold. In the section `alarms` of a config, the key with the
+alarm's name has the threshold. The metric `alarm/{name}` is 1 in a step in
+which the alarm rings, and 0 in other steps. If the metrics of a step do not
+give the number, the step has no metric `alarm/{name}`: a run without a value
+model, for example, has no explained variance.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from stppo_jax.parallel import hosts as hosts_lib
 _log = logging.getLogger(__name__)
 
 PREFIX = 'alarm/'
-# With fewer searches in a step, most of them may find nothing by chance.
+# In a step with fewer searches than this, most may find nothing by chance.
 _FEWEST_SEARCHES = 10
 Metrics = Mapping[str, Any]
 
@@ -160,8 +160,8 @@ def check(metrics: Metrics, thresholds: Mapping[str, float]) -> dict[str, bool]:
   rings = {}
   for name, alarm in ALARMS.items():
     number = alarm.number(metrics)
-    # Every comparison with nan is false, so a nan would look like a step in
-    # which the alarm does not ring.
+    # A nan is left out. Every comparison with nan is false, so a nan would look
+    # like a number for which the alarm does not ring.
     if number is not None and not math.isnan(number):
       limit = thresholds[name]
       rings[name] = number < limit if alarm.is_floor else number > limit
@@ -169,7 +169,11 @@ def check(metrics: Metrics, thresholds: Mapping[str, float]) -> dict[str, bool]:
 
 
 def describe(name: str, metrics: Metrics) -> str:
-  """Returns a line about an alarm that rings: its number and its advice."""
+  """Returns a line about an alarm that rings, with its number and its advice.
+
+  If the explained variance says nothing, because all rewards of the step are
+  equal, the line says so in place of the number.
+  """
   alarm = ALARMS[name]
   number = alarm.number(metrics)
   least = metrics.get('critic/score/min')
@@ -191,7 +195,7 @@ def describe(name: str, metrics: Metrics) -> str:
 
 
 def recorded(metrics: Metrics) -> list[str]:
-  """Returns a line for each alarm that rang, from the recorded metrics."""
+  """Returns a line for each alarm that rang, from a step's recorded metrics."""
   return [
     f'alarm {describe(name, metrics)}'
     for name in ALARMS
@@ -258,10 +262,10 @@ class Alarms:
     return {PREFIX + name: float(ring) for name, ring in rings.items()}
 
   def check(self, step: int) -> None:
-    """Logs the alarms that have begun or ended, and ends the run if due.
+    """Logs the alarms that have begun or ended, and raises to end the run.
 
-    Call this after `Run.finish_step`: if this method raises, the end of the run
-    still saves the step.
+    Call this after `Run.finish_step`. Then the end of the run still saves the
+    step if this method raises.
 
     Args:
       step: the number of steps that are done.
@@ -280,7 +284,7 @@ class Alarms:
       for name, count in self._rung.items()
       if name in self._stop and count >= self._stop_after
     ]
-    # The first host has the metrics of all hosts, so its list counts for all.
+    # The first host has the metrics of all hosts, so all hosts use its list.
     due, *_ = self._hosts.exchange('alarms', due)
     if due:
       raise Alarmed(

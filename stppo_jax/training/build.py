@@ -42,7 +42,7 @@ class Parts:
     config: the config of the run, with a number of slots that fits in memory.
     tokenizer: the policy's tokenizer.
     learner: annotates batches and updates the models.
-    placement: the devices that decode; None with rollout.engine=remote.
+    placement: the devices that decode; None if this host does not decode.
     services: questions, environment, retriever and event loop.
     collecting: collects the trajectories of steps, and evaluates policies.
     pack: makes the batch of a step; see `pack_step`.
@@ -130,10 +130,10 @@ def pack_step(
   sentences: pack_lib.Sentences | None,
   hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> tuple[batch_lib.TokenBatch, dict[str, float]]:
-  """Packs the trajectories of a step into a batch; returns it with metrics.
+  """Returns the batch of a step's trajectories, and metrics.
 
-  With `env.rewards.information_gain`, the policy computes information gains,
-  which are added to the rewards of turns. In array names, B stands for
+  With `env.rewards.information_gain`, information gains are computed with the
+  policy and added to the rewards of turns. In array names, B stands for
   trajectories and T for turns.
 
   Args:
@@ -176,8 +176,8 @@ def pack_step(
   )
   not_finite = 0
   asks = any(probe.turns for probe in probes)
-  # If any host has a probe, all hosts run the program that computes the gains,
-  # because the program needs every host.
+  # If any host has an answer probe, all hosts run the program that computes the
+  # gains, because the program needs every host.
   if any(hosts.exchange('probes', asks)):
     asked = pack_lib.pack(probes, length_bucket=bucket, hosts=hosts)
     agreement.check_program(hosts, 'information gain', step, asked)
@@ -203,7 +203,7 @@ def _notes(
       f'note: mesh.collectors={hosts.collectors}: {num_hosts} of '
       f'{hosts.whole.count} hosts learn'
     )
-    num_hosts = hosts.collectors  # the slots below are on hosts that decode
+    num_hosts = hosts.collectors  # only these hosts decode and have slots
   elif placement := collecting.apart(found):
     others = len(placement.collecting)
     yield (

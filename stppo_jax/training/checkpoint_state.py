@@ -128,7 +128,7 @@ class PolicyCheckpoints:
     return step, dataclasses.replace(start, policy=policy), host
 
 
-# Converts between a state and the contents of a checkpoint.
+# An object that converts between a state and the contents of a checkpoint.
 Checkpoints = TrainCheckpoints | PolicyCheckpoints
 
 
@@ -259,7 +259,8 @@ def read_policy(
     raise exits.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
   restored = policy_params(checkpointer, learner, step=step)
   checkpointer.close()
-  # The step exists, and `policy_params` raises if its checkpoint is damaged.
+  # The result is not None: the checkpoint exists, and `policy_params` raises if
+  # the checkpoint is damaged.
   assert restored is not None
   return Policy(config, tokenizer, learner, *restored)
 

@@ -44,7 +44,7 @@ def check_data(
   environment = kind.from_options(config.env.to_dict(), fakes.FakeRetriever({}))
   rollout = config.rollout
   count = rollout.trajectories_per_step // rollout.group_size
-  # Raises now if there are too few questions, instead of at the first step.
+  # If there are too few questions, this call raises now, not in the first step.
   questions.train(0, count, resample_round=rollout.resample_rounds)
   evaluated = questions.evaluation(config.evaluate.num_questions)
   groups = {'data.train': questions.training_sample(count)}
@@ -57,9 +57,9 @@ def check_data(
       f'env.max_length={config.env.max_length} tokens'
     )
     if group and too_long == len(group):
-      raise ValueError(f'{line}; none leaves room for an answer')
+      raise ValueError(f'{line}; no prompt leaves room for an answer')
     if too_long:
-      lines.append(f'{line}; they have no turn, and score 0')
+      lines.append(f'{line}; their dialogues have no turn and the score 0')
   return lines
 
 
@@ -131,10 +131,10 @@ def check_mismatch(config, metrics: Mapping[str, float]) -> None:
   The engine samples tokens, and the denominator of a token's ratio is the
   probability that the trainer computes for it. If engine and trainer use
   different weights, masks or positions, training goes wrong without an error.
-  So on the first step of a run the two must agree up to rounding. Later steps
-  are not checked, because they may be collected with older weights. The check
-  compares a mean and a percentile with limits: unlike the largest difference,
-  neither grows with the number of tokens.
+  So on the first step of a run, engine and trainer must agree up to rounding.
+  Later steps are not checked, because they may be collected with older weights.
+  The check compares a mean and a percentile with limits, because these do not
+  grow with the number of tokens, as the largest difference does.
 
   `rollout.mismatch_limit` is the largest mean difference over the tokens, in
   nats, that counts as rounding. With -1 the limit follows from `model.dtype`;
@@ -197,7 +197,7 @@ def check_memory(
   Args:
     config: the config of a run, which has passed all other checks.
     learner: the learner of the run.
-    placement: the devices that decode; None with rollout.engine=remote.
+    placement: the devices that decode; None if this host does not decode.
     limit: the bytes of memory of a device; None if devices do not report them.
     learns: whether this host learns.
 
@@ -235,17 +235,17 @@ def sized(
   placement: publish_lib.Placement | None,
   limit: float | None,
 ) -> Any:
-  """Chooses `rollout.slots` if the config leaves it open; returns the config.
+  """Returns the config with a chosen `rollout.slots` if the config has 0.
 
   The trajectories that a host collects in a step are divided into waves of
   equal size, and each wave fills the slots. The number of waves is the smallest
-  for which the slots fit in memory. If even the smallest number of slots does
-  not fit, that number is chosen all the same.
+  for which the slots fit in memory. If even the smallest possible number of
+  slots does not fit, that number is chosen all the same.
 
   Args:
     config: the config of a run that fits its files and devices.
     learner: the learner of the run.
-    placement: the devices that decode; None with rollout.engine=remote.
+    placement: the devices that decode; None if this host does not decode.
     limit: the bytes of memory of a device; None if devices do not report them.
   """
   rollout = config.rollout
@@ -281,8 +281,8 @@ def held_memory(
 ) -> memory_lib.Held:
   """Returns the bytes that each kind of array of a run needs on one device.
 
-  The kinds are weights, optimiser moments, gradients, the reference, the
-  engine, and the policies that later steps are collected with.
+  The kinds are weights, optimiser moments, gradients, the reference, the arrays
+  of the engine, and copies of the policies that collect later steps.
   """
   state, reference = learner.abstract_start()
   size_of = memory_lib.bytes_per_device
@@ -340,11 +340,11 @@ class Diverged(exits.RunEnded):
 class SkippedUpdates:
   """Ends a run in which too many updates in a row are skipped.
 
-  An update is skipped if its loss, its gradient or its new weights are not
+  An update is skipped if its loss, gradient, new weights or new moments are not
   finite, or if the norm of its gradient is above `skip_grad_norm`. A single
   skipped update only loses a minibatch. Many skipped updates in a row mean that
   the run learns nothing any more. Skipped updates leave the state as it is, so
-  the state that the run saves as it ends is sound.
+  the state that the run saves at its end is sound.
 
   Args:
     limit: the number of skipped updates in a row that ends the run; 0 stands
@@ -366,7 +366,8 @@ class SkippedUpdates:
 
     Raises:
       Diverged: `limit` updates in a row were skipped. The message names the
-        step, the last of these updates and its metrics that are not finite.
+        step, the last skipped update, and that update's gradient norms,
+        learning rate and metrics that are not finite.
     """
     # The metrics of all updates are fetched in one transfer.
     for number, metrics in enumerate(jax.device_get(updates), start=1):

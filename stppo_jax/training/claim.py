@@ -58,7 +58,7 @@ class Folder:
     watch: writes the heartbeat and watches phases, see `run_monitor.Watch`.
     outer: for a folder that `inside` yields, the folder around it.
     exit_code: the exit code of the process: 0, or the exit code of the signal
-      that has ended the body.
+      that has ended the run.
   """
 
   path: pathlib.Path
@@ -106,7 +106,7 @@ class Folder:
       run_record.check_prompts(self.path)
 
   def check(self) -> None:
-    """Refuses the folder of another run before the run waits for any server.
+    """Refuses a folder of another run, before this run waits for a server.
 
     Raises:
       OtherRun, CheckpointsMissing: see `record`.
@@ -236,8 +236,8 @@ def claimed(
 ) -> Iterator[Folder]:
   """Yields the locked folder of a run; refuses a folder of another run.
 
-  A signal ends the body without an error. `Folder.exit_code` is then the exit
-  code of the signal.
+  A signal ends the body of the `with` statement without an error.
+  `Folder.exit_code` is then the exit code of the signal.
 
   Args:
     config: the config of the run.
@@ -250,8 +250,8 @@ def claimed(
     **also: further values that define the run, such as its command.
 
   Raises:
-    Misconfigured: the hosts differ, the folder cannot be written, or `restart`
-      is given for a run in a bucket.
+    Misconfigured: the hosts have different configs or folders, the folder
+      cannot be written, or `restart` is given for a run in a bucket.
     OtherRun, CheckpointsMissing: see `Folder.record`.
     Locked: another process writes to the folder.
     BucketError: the bucket is out of reach.
@@ -328,9 +328,10 @@ def claimed(
 
 @contextlib.contextmanager
 def _standing_for(address: str) -> Iterator[pathlib.Path]:
-  """Yields a temporary folder that stands for an address.
+  """Yields a temporary folder that stands for the folder at an address.
 
-  The messages of errors in the body name the address in place of the folder.
+  The messages of errors in the body name the address in place of the temporary
+  folder.
   """
   with tempfile.TemporaryDirectory(
     prefix='stppo_jax-run-', ignore_cleanup_errors=True

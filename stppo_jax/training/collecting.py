@@ -115,8 +115,8 @@ def build(
       'mesh.collect_fraction to let some devices only collect'
     )
   if config.rollout.steps_ahead and is_safe:
-    # Steps are then collected on another thread. The thread ends when its view
-    # of the event loop is stopped.
+    # Steps are then collected on another thread. The thread ends when its
+    # `StoppableLoop` is stopped.
     loop = prefetch.StoppableLoop(services.loop)
     collecting = dataclasses.replace(services, loop=loop)
   engine = engines.build(
@@ -130,8 +130,8 @@ def build(
   collector = functools.partial(
     engines.build_collector, config, tokenizer=tokenizer
   )
-  # The main thread evaluates with `services`, which has the event loop itself.
-  # The collecting thread has only a view of the loop, which may be stopped.
+  # The main thread evaluates with `services`, which has the event loop itself
+  # and not the `StoppableLoop` of the collecting thread, which may be stopped.
   evaluator = evaluation.Evaluator(
     config, services, collector(services, engine=engine), hosts
   )
@@ -173,7 +173,7 @@ def build(
   def evaluate(params: model_roles.Params):
     engines.publish(engine, learner, params, 0)
     measured = evaluator.measure()
-    steps.statistics()  # drops the counts of searches of the evaluation
+    steps.statistics()  # drops the evaluation's counts of searches
     return measured
 
   follow = functools.partial(

@@ -5,8 +5,8 @@ recorded and before the run waits for a server, so that every error in a config,
 its files or the devices is reported at once. `Services` are the environment, an
 event loop, and the client of a retriever that answers.
 
-Among the packages below `training`, only the builders of `learner` and
-`rollout` read configs; all other packages take numbers.
+Builders read the keys of the config; functions below the builders take the
+values of the keys.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ class Components:
     questions: the data set.
     tokenizer: the policy's tokenizer.
     learner: the models and their programs; no weight is read yet.
-    placement: the devices that decode; None with rollout.engine=remote.
+    placement: the devices that decode; None if this host does not decode.
     notes: lines about questions that the run cannot fully use.
   """
 
@@ -112,7 +112,7 @@ def build_questions(config) -> questions_lib.Questions:
 def build_services(
   config, questions: questions_lib.Questions
 ) -> Iterator[steps.Services]:
-  """Builds the environment of a run, and its retriever if it needs one.
+  """Yields a run's services, with a retriever if the environment needs one.
 
   Raises:
     Misconfigured: passages cannot be read, or an option of the environment has
@@ -218,10 +218,10 @@ def build_learner(
 ) -> tuple[learner_lib.Learner, publish_lib.Placement | None]:
   """Returns a run's learner, and the placement of the engine.
 
-  With adapters, each program of the learner all-gathers the frozen base once if
-  the gathered base fits in memory beside the other arrays that learning holds,
-  with room for activations. Otherwise each pass gathers the base layer by
-  layer.
+  With adapters, the devices must gather the frozen base. If the gathered base
+  fits in memory beside the other arrays of learning and the activations, each
+  program of the learner gathers the base once. Otherwise each pass gathers the
+  base layer by layer.
 
   Args:
     config, shape, mesh, devices: see `build_placement`.
@@ -246,7 +246,7 @@ def build_learner(
 
 
 def length_unit(config) -> int:
-  """Returns the number of tokens that divides the length of every batch."""
+  """Returns a number of tokens that divides the row length of every batch."""
   return pack.unit(
     config.rollout.length_bucket, max_length=config.env.max_length
   )
@@ -257,8 +257,8 @@ def row_length(config) -> int:
   return config.updates.row_length or config.env.max_length
 
 
-# For each token that an observation may have, this many characters of a passage
-# are kept.
+# A passage is cut to this number of characters for each token that an
+# observation may have.
 _CHARS_PER_TOKEN = 32
 
 
@@ -290,7 +290,7 @@ def _connected(
       max_failure_rate=c.max_failure_rate,
       max_queries_per_request=c.max_queries_per_request,
       # A token has about four characters, so an observation has no room for
-      # more characters than this.
+      # the characters that are cut off here.
       max_passage_chars=_CHARS_PER_TOKEN * config.env.max_observation_tokens,
     )
     # Only the event loop that opened the connections may close them.
@@ -390,6 +390,9 @@ def indivisible(
 
 
 def num_slots(config, hosts: int) -> int:
-  """Returns the number of slots of each host, one for each live trajectory."""
+  """Returns the number of slots of each of `hosts` hosts.
+
+  If rollout.slots is 0, each trajectory that a host collects in a step has one.
+  """
   rollout = config.rollout
   return rollout.slots or rollout.trajectories_per_step // hosts

@@ -144,15 +144,16 @@ def exported(
     dtype: the dtype of the computation, which the copies have.
 
   Returns:
-    The trained weights without the value head, and the frozen weights, {} if
-    `with_base` is False. The copies have the sharding of the originals.
+    The copies of the trained weights without the value head, and of the frozen
+    weights; {} in place of frozen weights if `with_base` is False. The copies
+    have the sharding of the originals.
   """
   trained = _copied(decoded_weights(params.trained.policy), dtype)
   return trained, _copied(params.frozen, dtype) if with_base else {}
 
 
-# Copies even if the cast changes nothing: the next update donates the learner's
-# weights, perhaps before the other hosts have fetched the copies.
+# Even if the cast changes nothing, the weights are copied: the next update
+# donates the learner's weights, perhaps before other hosts have fetched them.
 @functools.partial(jax.jit, static_argnums=1)
 def _copied(weights: functional.Params, dtype: Any) -> functional.Params:
   return jax.tree.map(jnp.copy, modules.cast(weights, dtype))
@@ -214,7 +215,7 @@ def release(engine: Engine, config) -> None:
 def kept(config) -> frozenset[str]:
   """Returns the names of the arrays that an engine keeps during updates.
 
-  The names are keys of the dict that `sizes` returns. If steps are collected
+  The names are keys of the first result of `sizes`. If steps are collected
   during updates, the engine keeps all arrays. Otherwise the engine drops its
   cache and its weights, but keeps a frozen base under adapters.
   """
@@ -255,8 +256,8 @@ def sizes(
   Returns:
     The bytes of the engine's arrays by name, and the bytes of keys and values
     that a call of decode copies. The arrays are the weights in the dtype of the
-    computation, the KV cache, and perhaps older weights, which turns that began
-    with them still use.
+    computation, the KV cache, and perhaps older weights, for turns that began
+    with these weights and have not ended.
   """
   # Only shapes are evaluated: nothing is allocated or compiled.
   weights = jax.eval_shape(
@@ -280,9 +281,10 @@ def sizes(
     name: memory_lib.bytes_per_device(sharding.with_layout(*tree_and_layout))
     for name, tree_and_layout in layouts.items()
   }
-  # On devices that only collect, the caller counts the weights of the next
-  # steps, and the older weights are among them. Weights that differ only in
-  # their adapters share the base, so they need hardly more memory.
+  # On devices that only collect, the older weights are not counted here: the
+  # caller counts the weights of all next steps, and these include the older
+  # weights. With adapters, all weights share the base, so older weights need
+  # hardly more memory.
   swaps = chosen.turn_swaps != 'never' and not placement.collecting
   if swaps and not config.model.lora.rank:
     held[OLDER] = min(config.rollout.steps_ahead, 2) * held[WEIGHTS]

@@ -57,7 +57,7 @@ def train(
   with claim.claimed(
     config, workdir, restart=restart, hosts=hosts
   ) as folder:  # holds the lock, signals and votes; the run is not recorded yet
-    # If some hosts only collect: the hosts with the same task as this host.
+    # If some hosts only collect, these are the hosts with this host's task.
     hosts = folder.hosts
     # If the run makes its start, `start.config` has the start's model shape,
     # and `loaded.config` has the start's directory as `model.path`.

@@ -133,7 +133,8 @@ class StepMetrics:
     folder: claim.Folder,
   ):
     self._config, self._learner = config, learner
-    # For each step, `_bytes_per_second` replaces these lengths by the step's.
+    # For each step, `_bytes_per_second` replaces `length` by a length of the
+    # step.
     longest = config.env.max_length
     self._work = work(
       config, learner, placement, length=longest, losses=longest
@@ -158,8 +159,9 @@ class StepMetrics:
       totals: the numbers of the step's batch.
       seconds: the durations of the step's phases, by `timing_s/{phase}`: wait
         (for the collection), annotate, update and token_details.
-      save_seconds: the duration of the save of the step before, reported
-        here because the metrics of that step were written before its save.
+      save_seconds: for how long the save of the previous step held up the loop.
+        It is reported here, because the metrics of that step were written
+        before its save.
     """
     epochs = len(updates) * self._config.updates.minibatch_size / totals.rows
     total, updating = sum(seconds.values()), seconds['timing_s/update']
@@ -207,7 +209,8 @@ class StepMetrics:
     peak = topology.peak_operations(learner.mesh)
     if peak is None or learner.policy.config.dtype != 'bfloat16':
       return {}
-    # A single microbatch has the statistics of the minibatch itself.
+    # With a single microbatch no extra pass is needed: the pass of the update
+    # gives the statistics of the minibatch.
     extra_pass = learner.num_microbatches > 1
     return shares(
       counts,
@@ -222,8 +225,8 @@ class StepMetrics:
   ) -> dict[str, float]:
     """Returns the rates at which a device sends and reads, in GB per second.
 
-    The formulas of `roofline` give the bytes that updates send and that decode
-    reads; these bytes are divided by measured durations.
+    The bytes that updates send and the bytes that decode reads come from the
+    formulas of `roofline`. They are divided by measured durations.
 
     Args:
       totals: the numbers of the step's batch.

@@ -92,7 +92,7 @@ def _tokenizer(
 def shape(
   config, tokenizer: tokenizer_lib.Tokenizer | None
 ) -> model_config.ModelConfig:
-  """Returns the config of a run's models, with the sizes of their layers.
+  """Returns the model config of a run, with the sizes of the layers.
 
   The sizes are read from the directory `model.path`, or from the run's config
   if there is no directory.
@@ -131,7 +131,7 @@ def build_model_config(
   tokenizer: tokenizer_lib.Tokenizer | None,
   mesh: jax.sharding.Mesh,
 ) -> model_config.ModelConfig:
-  """Returns the config of a run's models, for the devices of a mesh.
+  """Returns the model config of a run, for the devices of a mesh.
 
   The function adds to the result of `shape` the implementations of attention
   and experts, which depend on the devices, and the dtype of the KV cache.
@@ -183,7 +183,8 @@ def end_token_ids(
   directory, the end tokens that this directory lists.
 
   Raises:
-    ValueError: an id is not in the tokenizer's vocabulary; one line.
+    ValueError: an id is not in the tokenizer's vocabulary; the message is one
+      line.
   """
   model = config.model
   ids, source = tuple(model.eos_token_ids), 'model.eos_token_ids'

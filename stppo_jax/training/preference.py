@@ -26,9 +26,9 @@ from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
 
 _log = logging.getLogger(__name__)
-# Config keys that `prefer` does not use. For each key, the values that `prefer`
-# does not refuse: the value that describes what `prefer` does, and the default,
-# which may be the same value.
+# Config keys that `prefer` does not use, and the values that each key may have
+# nevertheless: the value that describes what `prefer` does, and the default.
+# The two may be the same value.
 _UNUSED = {
   'model.reference_memory': ('device',),
   'updates.routing_replay': ('nowhere',),
@@ -145,8 +145,8 @@ def build_learner(
     model_roles.build, config, shape, mesh, uses_values=False
   )
   models = build(gathers_base=config.model.lora.rank > 0)
-  # A gathered base needs memory beside its shards, so room for twice the
-  # gathered bytes is enough for both.
+  # A device holds the gathered base and its shard of the base. The shard is not
+  # larger, so room for twice the gathered bytes is enough for both.
   if not memory.leaves_room(mesh, 2 * models.gathered_bytes):
     models = build()
   return offline_learner.OfflineLearner(
@@ -178,8 +178,8 @@ def _check_sizes(config, pairs, shape, mesh, file) -> None:
   """Raises ValueError if batch sizes, file, model and devices do not fit."""
   if jax.process_count() != 1:
     raise ValueError(
-      f'{jax.process_count()} processes: a run of several processes is not '
-      'supported'
+      f'{jax.process_count()} processes: the command prefer runs in a single '
+      'process'
     )
   keys = 'batch_size', 'microbatch_size'
   sizes = {f'preference.{key}': config.preference[key] for key in keys}

@@ -362,7 +362,7 @@ class Run:
 
 
 def origin_of(config) -> tuple[int, str]:
-  """Returns number and name of the source of weights, see `starts`."""
+  """Returns number and name of the source of the weights; see `starts`."""
   path = config.model.path
   return (3, f'model.path={path}') if path else (4, 'random numbers')
 

@@ -1,5 +1,6 @@
-"""Saves the states of a run, and warns if the disk has no room for the next.
+"""Saves the states of a run as checkpoints.
 
+A line is logged if the disk has no room for the next checkpoint.
 Threads write a checkpoint while the loop goes on. If writing fails, the next
 finished step raises the error, and earlier checkpoints are intact.
 """
@@ -34,7 +35,7 @@ class NoRoom(RuntimeError):
 
 
 class NoTime(Exception):
-  """A save was not begun: the process may be killed before the save ends."""
+  """No save was begun, because the process may be killed during the save."""
 
   exit_code = exits.TRY_AGAIN
 
@@ -134,7 +135,7 @@ class Saver:
     self._restored, state, record = restored
     extra = Extra.of_record(record)
     if extra.unwritten is not None and not self._hosts.is_first:
-      # The dialogues in the checkpoint are the first host's, which writes them.
+      # The dialogues in the checkpoint are those that the first host writes.
       extra.unwritten = extra.unwritten[0], []
     return LastStep(self, unit, self._restored, state, extra)
 
@@ -199,12 +200,15 @@ class Saver:
       raise NoRoom(line)
 
   def warn_of_room(self) -> None:
-    """Logs a line once if the next checkpoint would not fit on the disk."""
+    """Logs a line if the next checkpoint would not fit on the disk.
+
+    Until the disk has room again, later calls log nothing.
+    """
     if self.checkpointer.pending.step or not self._hosts.is_first:
       return
     line = self._lack_of_room()
     if line and not self._told_of_room:
-      _log.info('warning: %s; the run ends at its next checkpoint', line)
+      _log.info('warning: %s; the next checkpoint will end the run', line)
     # If the disk has room in between, a later lack of room is logged again.
     self._told_of_room = bool(line)
 
@@ -291,12 +295,12 @@ def rewind(writer: writer_lib.Writer, last: LastStep) -> None:
   aside = writer.rewind(step - (not written), saved=step)
   if aside is not None:
     _log.info(
-      'resumed after %s, which was saved last; later metrics and dialogues are '
-      'now in %s',
+      'resumed after %s, the newest checkpoint; later metrics and dialogues '
+      'are now in %s',
       last,
       aside,
     )
   if written and writer.complete(step, extra.line):
     _log.info(
-      'metrics.jsonl had lost the line of %s; it was written again', last
+      'the line of %s was missing in metrics.jsonl and is written again', last
     )

@@ -149,8 +149,8 @@ def _force_exit(
   if last.is_unsaved:
     if last.is_consumed and interrupt.is_overdue:
       _log.info(
-        'interrupted in the updates after %s; these do not end within '
-        'preemption.grace=%g s, so what was done since the newest checkpoint '
+        'interrupted in the updates after %s; the updates do not end within '
+        'preemption.grace=%g s, so all progress since the newest checkpoint '
         'is lost; %s',
         last,
         interrupt.grace,

@@ -2,8 +2,8 @@
 
 For some TPU slices, the compiler refuses programs for a single host, or ends
 the process that compiles them. So each host first compiles small trial programs
-for itself. It does so in a child process, which knows the chips of the slice by
-description and does not use them.
+for itself, in a child process. The child process compiles for a description of
+the slice's chips and does not use the chips.
 """
 
 from collections.abc import Callable
@@ -96,8 +96,9 @@ def try_host(
   Args:
     config: the config of a run.
     name: the name of the slice, see `topology.find`.
-    place: the coordinates of a chip of the host. They identify the host, whose
-      number in the run may differ from its number in the topology.
+    place: the coordinates of a chip of the host. They identify the host; its
+      number does not, because the numbers of hosts in the run and in the
+      topology may differ.
     limit: the seconds that the trial may take.
 
   Raises:

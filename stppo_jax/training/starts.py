@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Start(NamedTuple):
-  """The source of a run's weights; the run may still have to make its start.
+  """Says where a run's weights come from.
 
   Attributes:
     config: the config of the run; its section `model` describes the model that
@@ -202,7 +202,7 @@ def _copy(config, source: Any, folder: claim.Folder) -> None:
     # A start that was killed may have left a value model.
     shutil.rmtree(workdir / _VALUE, ignore_errors=True)
     _log.info(
-      'init_from=%s: the run starts from its policy after step %d',
+      'init_from=%s: the run starts from the policy of that run after step %d',
       config.init_from,
       theirs.step,
     )
@@ -243,7 +243,8 @@ def _copy_value(
       value.params, subtree='value.params', step=theirs.step
     )
   except checkpoint.OtherState:
-    # With `model.value_path`, the value model may have other sizes.
+    # With `model.value_path`, the value model may have other sizes than the
+    # policy.
     return
   finally:
     reads.close()

@@ -39,7 +39,10 @@ def test_a_run_starts_from_another_one_and_then_needs_it_no_more(
   options = _STILL | {'init_from': source, 'model__hidden_size': 32}
   assert runs.train(run, **options) == 0
   printed = capsys.readouterr().out
-  line = f'init_from={source}: the run starts from its policy after step 3\n'
+  line = (
+    f'init_from={source}: the run starts from the policy of that run after '
+    'step 3\n'
+  )
   assert line in printed
   assert f'start: init_from={source}, kept in {run}/start/policy\n' in printed
   policies = {
