@@ -262,7 +262,7 @@ class Alarms:
     return {PREFIX + name: float(ring) for name, ring in rings.items()}
 
   def check(self, step: int) -> None:
-    """Logs the alarms that have begun or ended, and raises to end the run.
+    """Logs alarms that have begun or ended; raises if an alarm ends the run.
 
     Call this after `Run.finish_step`. Then the end of the run still saves the
     step if this method raises.

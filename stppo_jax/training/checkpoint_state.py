@@ -242,8 +242,8 @@ def read_policy(
   """
   with exits.as_misconfigured():
     config = run_record.with_start(config, pathlib.Path(workdir))
-    # Without a tokenizer directory, the tokenizer is made from the questions.
-    # Only in this case are the questions loaded.
+    # The questions are loaded only if there is no tokenizer directory: the
+    # tokenizer is then made from the questions.
     path = config.model.path or config.model.tokenizer_path
     questions = None if path else components.build_questions(config)
     tokenizer = model_files.build_tokenizer(config, questions)
@@ -256,7 +256,7 @@ def read_policy(
   if not steps or step not in (None, *steps):
     wanted = 'checkpoint' if step is None else f'checkpoint of step {step}'
     there = ', '.join(map(str, steps)) or 'none'
-    raise exits.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
+    raise exits.Misconfigured(f'{workdir}: no {wanted}; saved steps: {there}')
   restored = policy_params(checkpointer, learner, step=step)
   checkpointer.close()
   # The result is not None: the checkpoint exists, and `policy_params` raises if

@@ -133,8 +133,9 @@ def check_mismatch(config, metrics: Mapping[str, float]) -> None:
   different weights, masks or positions, training goes wrong without an error.
   So on the first step of a run, engine and trainer must agree up to rounding.
   Later steps are not checked, because they may be collected with older weights.
-  The check compares a mean and a percentile with limits, because these do not
-  grow with the number of tokens, as the largest difference does.
+  The check compares the mean and the 99th percentile of the differences with
+  limits. It does not use the largest difference, which grows with the number of
+  tokens.
 
   `rollout.mismatch_limit` is the largest mean difference over the tokens, in
   nats, that counts as rounding. With -1 the limit follows from `model.dtype`;
@@ -299,9 +300,9 @@ def held_memory(
   if ahead:  # the policies of the last `ahead` steps, and the newest one
     policies = (ahead + 1) * sizes['policy parameters']
     sizes['policies of the next steps'] = policies
-  # A device that learns also holds the copy of the weights that the hosts which
-  # only collect fetch. At the first fetch, this copy moves to the memory of the
-  # device's host.
+  # If other hosts only collect, a device that learns also holds a copy of the
+  # weights, which these hosts fetch. At the first fetch, the copy moves to the
+  # memory of the device's host.
   if config.mesh.collectors:
     size = jnp.dtype(config.model.dtype).itemsize
     sizes['weights to be fetched'] = sizes['policy parameters'] * size // 4

@@ -171,7 +171,9 @@ class Folder:
       self.bucket.with_retries(self.bucket.push)
 
   def check_held(self) -> None:
-    """Checks, before a commit, that no other process has taken the folder.
+    """Checks that no other process has taken the folder, before a commit.
+
+    A commit makes a checkpoint valid.
 
     Raises:
       Lost: another process has taken the folder.
@@ -194,8 +196,8 @@ class Folder:
       config: the config of the inner run.
       **also: further values that define the inner run, such as its command.
     """
-    # The inner run sets both attributes for itself. They are restored after it,
-    # because a signal must then end the outer run.
+    # The inner run sets both attributes for itself. They are restored when the
+    # inner run has ended, because a signal must then end the outer run.
     force_exit, outlook = self.interrupt.force_exit, self.interrupt.outlook
     with contextlib.ExitStack() as stack:
       yield dataclasses.replace(

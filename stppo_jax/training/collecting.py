@@ -196,7 +196,7 @@ def build_collectors(
   services: steps_lib.Services,
   folder: claim.Folder,
 ) -> Collecting:
-  """Builds, on a host that learns, the stand-in for the hosts that collect."""
+  """Builds, on a host that learns, stand-ins for the hosts that collect."""
   hosts, learner = folder.hosts, found.learner
   server = transfer.Server(hosts.whole.reached_at, hosts.collectors)
   hosts.whole.exchange('addresses', server.address)

@@ -236,8 +236,8 @@ def build_learner(
   check_sizes(config, shape, mesh, placement, imitates=imitates)
   if config.model.lora.rank:
     # A learner holds only the shapes of arrays, so a second learner that
-    # gathers the base costs nothing. It is used if its arrays leave enough
-    # memory free, see `memory.leaves_room`.
+    # gathers the base costs nothing. The second learner is used if its arrays
+    # leave enough memory free, see `memory.leaves_room`.
     gathers = learner_lib.Learner(config, shape, mesh, gathers_base=True)
     held = checks.held_memory(config, gathers, placement)
     if memory.leaves_room(mesh, held.learns + held.gradients + held.gathered):
@@ -257,7 +257,7 @@ def row_length(config) -> int:
   return config.updates.row_length or config.env.max_length
 
 
-# A passage is cut to this number of characters for each token that an
+# The number of characters to which a passage is cut, for each token that an
 # observation may have.
 _CHARS_PER_TOKEN = 32
 
@@ -266,7 +266,7 @@ _CHARS_PER_TOKEN = 32
 def _connected(
   config, questions: questions_lib.Questions, loop: event_loop.EventLoop
 ) -> Iterator[client.HttpRetriever]:
-  """Yields a client of the retriever or, if no URL is set, of an embedded one.
+  """Yields a client of a retriever, which is embedded if no URL is set.
 
   Raises:
     ValueError, OSError: passages cannot be read.
@@ -392,7 +392,7 @@ def indivisible(
 def num_slots(config, hosts: int) -> int:
   """Returns the number of slots of each of `hosts` hosts.
 
-  If rollout.slots is 0, each trajectory that a host collects in a step has one.
+  If rollout.slots is 0, a host has a slot for each trajectory that it collects.
   """
   rollout = config.rollout
   return rollout.slots or rollout.trajectories_per_step // hosts

@@ -302,9 +302,9 @@ def slot_memory(
   """Returns the bytes on a device that grow with the number of slots.
 
   These are the KV cache, the pages that decode copies, and an estimate of the
-  temporary arrays of the program `extend`. The estimate equals the plan of the
-  compiler for TPU if there are few slots, and is up to twice the plan if there
-  are many.
+  temporary arrays of the program `extend`. With few slots the estimate equals
+  the bytes that the compiler for TPU plans; with many slots it is up to twice
+  as large.
   """
   held, copied = sizes(config, policy, placement)
   shape, tensor = policy.config, placement.tensor

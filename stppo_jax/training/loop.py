@@ -56,13 +56,13 @@ def train(
   """
   with claim.claimed(
     config, workdir, restart=restart, hosts=hosts
-  ) as folder:  # holds the lock, signals and votes; the run is not recorded yet
+  ) as folder:  # `folder` has the lock; the run is not recorded yet
     # If some hosts only collect, these are the hosts with this host's task.
     hosts = folder.hosts
     # If the run makes its start, `start.config` has the start's model shape,
     # and `loaded.config` has the start's directory as `model.path`.
     start = starts.resolve(config, folder)
-    parts = build_lib.build(start.config, folder)  # or refuses the config
+    parts = build_lib.build(start.config, folder)  # this may refuse the config
     folder.record()
     for note in parts.notes:
       _log.info(note)

@@ -36,7 +36,7 @@ _OF_EXPERTS = re.compile(r'moe/\w+_proj/')
 
 
 class Counts(NamedTuple):
-  """The numbers of operations for a batch, as `models.flops` counts them.
+  """The numbers of arithmetic operations for a batch, from `models.flops`.
 
   Attributes:
     policy: the operations of a forward pass of the policy.
@@ -133,8 +133,7 @@ class StepMetrics:
     folder: claim.Folder,
   ):
     self._config, self._learner = config, learner
-    # For each step, `_bytes_per_second` replaces `length` by a length of the
-    # step.
+    # `_bytes_per_second` replaces `length` for each step.
     longest = config.env.max_length
     self._work = work(
       config, learner, placement, length=longest, losses=longest
@@ -286,8 +285,9 @@ def shares(
 ) -> dict[str, float]:
   """Returns `perf/mfu` and `perf/hfu` of an epoch of updates.
 
-  `perf/mfu` counts the operations that the gradient needs. `perf/hfu` also
-  counts operations that are done again because their results were not kept.
+  Both are shares of the peak rate. `perf/mfu` counts the operations that the
+  gradient needs. `perf/hfu` also counts operations that are done again because
+  their results were not kept.
 
   Args:
     counts: the operations for the batch.

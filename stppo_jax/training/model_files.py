@@ -53,7 +53,7 @@ def build_tokenizer(
   The tokenizer is read from the directory that `model.tokenizer_path` or
   `model.path` names. Without a directory, the tokenizer is made from the data.
   If the kind of data has a fixed vocabulary, the tokenizer has a token for each
-  phrase. For files of questions, byte-level BPE is trained on their passages.
+  phrase. For files of questions, byte-level BPE is trained on the passages.
 
   Args:
     config: the config of a run; its section `prompt` has the prompt's format.

@@ -26,9 +26,9 @@ from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
 
 _log = logging.getLogger(__name__)
-# Config keys that `prefer` does not use, and the values that each key may have
-# nevertheless: the value that describes what `prefer` does, and the default.
-# The two may be the same value.
+# Config keys that `prefer` does not use. Each key may only have the listed
+# values: the value that describes what `prefer` does, and the default if it is
+# another value.
 _UNUSED = {
   'model.reference_memory': ('device',),
   'updates.routing_replay': ('nowhere',),
@@ -45,9 +45,10 @@ def prefer(
 ) -> int:
   """Trains a policy on the pairs of a file, or resumes; exports the policy.
 
-  The policy starts from `model.path`, or from random weights if this key is
-  empty. The reference is `model.reference_path`, or the start of the policy if
-  that key is empty. The policy is exported to `workdir/policy`.
+  The policy starts from `model.path`, or from random weights if `model.path` is
+  empty. The reference is read from `model.reference_path`. If that key is
+  empty, the reference is the start of the policy. The policy is exported to
+  `workdir/policy`.
 
   Args:
     config: the config of the run; most options are in its section `preference`.
@@ -70,7 +71,7 @@ def prefer(
   with exits.as_misconfigured(str(file)):
     pairs, digest = pairs_lib.read(file)
   # The digest of the file is recorded with the config, so that a run is not
-  # resumed with other pairs: no command would describe such a run.
+  # resumed with other pairs: no single command could repeat such a run.
   with claim.claimed(
     config, workdir, restart=restart, unit='update', batch_sha256=digest
   ) as folder:

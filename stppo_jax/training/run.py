@@ -139,7 +139,7 @@ class Run:
         if last.done:
           number, name = 1, f'{last} of this run'
         _log.info('start: %s', name)
-        # A finished run only exports its policy and saves no more checkpoints.
+        # A finished run saves no more checkpoints, so it needs no room.
         if last.done < num_steps:
           saver.check_room()
         folder.watch.resume(last.done, num_steps, number)
@@ -223,7 +223,7 @@ class Run:
     *,
     details: batch_lib.TokenDetails | None = None,
   ) -> None:
-    """Writes a step that is done, and evaluates and saves it if that is due.
+    """Writes a finished step; evaluates and saves the step if this is due.
 
     Args:
       done: the number of steps that are done, this step included.
@@ -253,8 +253,8 @@ class Run:
   def _finish_unwritten(self, metrics: dict, records: list) -> None:
     """Evaluates, writes and saves the last step.
 
-    If the evaluation is interrupted, the step is saved with a note that it is
-    unwritten, and the next start calls this method for it again.
+    If the evaluation is interrupted, the step is saved with its unwritten
+    metrics, and the next start calls this method for the step again.
     """
     # `extra` is changed in place, so that any save of the step, also a save
     # before a forced exit on another thread, has the newest values.

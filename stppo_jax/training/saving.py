@@ -121,7 +121,7 @@ class Saver:
     return max(self._restored, self.checkpointer.pending.saved)
 
   def restore(self, unit: str) -> 'LastStep':
-    """Restores the newest valid checkpoint; without one, returns the start.
+    """Returns the last step, from the newest valid checkpoint or the start.
 
     Args:
       unit: the noun for an iteration in printed lines: 'step' or 'update'.
@@ -143,8 +143,8 @@ class Saver:
     """Checks that no save has failed, and that this process holds the folder.
 
     Raises:
-      SaveFailed: the last save has failed. If threads still write that save,
-        this method does not wait for the end.
+      SaveFailed: the last save has failed. A save that threads still write is
+        not waited for.
       Lost: another process has taken the folder.
     """
     self.checkpointer.check()
@@ -166,7 +166,7 @@ class Saver:
     try:
       self.checkpointer.wait()
     except pending_save.SaveFailed as error:
-      if self._hosts.count > 1:  # the other hosts still wait for this host
+      if self._hosts.count > 1:  # other hosts still wait for this host's part
         raise
       # Not raised: the step that is saved now replaces the failed one.
       _log.warning('%s', error)
@@ -208,7 +208,7 @@ class Saver:
       return
     line = self._lack_of_room()
     if line and not self._told_of_room:
-      _log.info('warning: %s; the next checkpoint will end the run', line)
+      _log.info('warning: %s; without room, the next save ends the run', line)
     # If the disk has room in between, a later lack of room is logged again.
     self._told_of_room = bool(line)
 

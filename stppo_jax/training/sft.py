@@ -192,7 +192,7 @@ def _packed(
   fitting = [d for d in encoded if max(len(ids) for ids in d[1]) <= room]
   if not fitting:
     raise exits.Misconfigured(
-      f'env.max_turn_tokens={room}: all demonstrations have a longer turn'
+      f'env.max_turn_tokens={room}: every demonstration has a longer turn'
     )
   # Dialogues are replaced before the hosts divide the batch among them, so that
   # all hosts choose the same dialogues.

@@ -93,8 +93,8 @@ def _save_last(
   """Saves the last step after an error, if that is possible and needed."""
   saves = getattr(error, 'saves', None)
   if saves is not None:
-    # If `saves` is true, all hosts come to this point and save the step
-    # together. `saves` is false if a host was lost in the middle of a step.
+    # If `saves` of an error is true, all hosts come to this point and save the
+    # step together. It is false if a host was lost in the middle of a step.
     if saves:
       try:
         last.saver.save_in_time(last, folder.interrupt.signalled)
@@ -126,19 +126,19 @@ def _force_exit(
   *,
   answered: bool,
 ) -> bool:
-  """Prepares the end of a process whose main thread does not end it.
+  """Prepares the end of a process whose main thread does not end in time.
 
   The main thread may be compiling, for example, which nothing can interrupt.
-  Another thread calls this function. If the last step is not saved yet, it is
-  saved first, or the process may not end. The process may end without a save
-  only if it is about to be killed in the middle of updates.
+  Another thread calls this function. If the last step is not saved yet, the
+  function saves it; without a save, the process may not end. There is one
+  exception: a process that is about to be killed in the middle of updates.
 
   Args:
     last: the last finished step.
     folder: the run's folder.
     exit_code: the exit code of the signal.
-    answered: whether the main thread knows of the signal. If it does, it is
-      ending the run, and may donate the state meanwhile.
+    answered: whether the main thread knows of the signal. If so, the main
+      thread is ending the run, and may donate the state at any moment.
 
   Returns:
     Whether the process may end now. The folder is then released.
@@ -162,7 +162,7 @@ def _force_exit(
       return False
     try:
       last.saver.save_in_time(last, interrupt.signalled)
-    except Exception as error:  # the main thread tries again
+    except Exception as error:  # the main thread tries to save again
       _log.info('%s cannot be saved now: %s', last, error)
       return False
   _tell_saved(last)

@@ -164,7 +164,7 @@ def _compile(config, devices, host: int) -> None:
   # all layers, it also refuses the program of one layer.
   shape = dataclasses.replace(shape, num_layers=1, dense_layers=())
   placement = components.build_placement(config, shape, mesh, devices, host)
-  assert placement is not None  # rollout.engine=local
+  assert placement is not None  # trials are only for rollout.engine=local
   slots = math.lcm(
     config.rollout.group_size, cache_lib.row_shards(shape, placement.mesh)
   )

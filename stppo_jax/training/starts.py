@@ -230,9 +230,9 @@ def _copy_value(
 ) -> None:
   """Copies the value model of a run as a checkpoint in the folder `target`.
 
-  Nothing is copied if the run has no separate value model. Nothing is copied
-  either if the models have adapters, because adapters only work together with
-  the frozen weights that they were trained with.
+  Nothing is copied if the run has no separate value model, or if the models
+  have adapters: adapters only work together with the frozen weights that they
+  were trained with.
   """
   value = theirs.learner.abstract_start()[0].value
   if value is None or theirs.config.model.lora.rank:
