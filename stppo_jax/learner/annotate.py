@@ -281,9 +281,9 @@ def _staleness(
 ) -> dict[str, Array]:
   """Returns how far the policy is from the policies that wrote the turns.
 
-  r = pi / pi_old is the ratio of a token, where pi_old is the policy that wrote
-  the token's turn. The trainer computes both probabilities. The scalar metrics
-  of r are
+  r = pi / pi_old is the ratio of a token. pi is the policy before the first
+  update, and pi_old is the policy that wrote the token's turn. The trainer
+  computes both probabilities. The scalar metrics of r are
 
     staleness/logprob_abs_diff{,_mean}  maximum and mean of |log r|
     staleness/{turn,sequence}/{mean,sum}/weight_raw_{mean,max}  the metrics of

@@ -139,7 +139,7 @@ class Learner:
     )
 
   def reference(self, path: str | None = None) -> functional.Params | None:
-    """Returns the reference's weights or None; for `path` see `start`."""
+    """Returns what `weights.load_reference` loads; for `path` see `start`."""
     path = self.config.model.path if path is None else path
     params = weights_lib.load_reference(self.config, path, self.policy)
     return memory.on_host(params) if self._reference_on_host else params
@@ -252,7 +252,7 @@ class Learner:
     rows: np.ndarray,
     sizes: packing_lib.Sizes | None = None,
   ) -> packing_lib.Packed:
-    """Packs some rows of a batch, within `sizes` or else `self.sizes`.
+    """Packs some rows of a batch within limits, which are `self.sizes` if None.
 
     A device program gives all hosts the lengths of all rows. A second call
     would wait for the updates in progress, so the batch's lengths are kept.
@@ -392,7 +392,7 @@ class Learner:
     return state, reference
 
   def _abstract_state_of(self, weights) -> state_lib.TrainState:
-    """Returns shapes and shardings of a state that starts from weights."""
+    """Returns shapes and shardings of the state that starts from `weights`."""
     of_values = self.models.abstract_value_start
     state = jax.eval_shape(
       self.programs.updating.init, weights, jax.random.key(0), None, of_values

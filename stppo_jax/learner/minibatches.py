@@ -178,7 +178,7 @@ def to_accumulator(gradient: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
 
   Without the sharding constraint the compiler may keep the sum over
   microbatches replicated, which costs every device the memory of the whole
-  gradient. The compiler decides how the devices reduce their shares: on CPU it
+  gradient. The compiler decides how the devices sum their gradients: on CPU it
   all-reduces and slices, on accelerators it reduce-scatters.
   """
   # Gradients are summed in float32 even if the model computes in bfloat16. A

@@ -96,9 +96,9 @@ def tdpo_loss(
   )
   if packing is not None:
     packing = forward.of_pairs(packing, microbatch.lengths_Q2)
-  # One function runs both models, so that it can compare their distributions
-  # over the vocabulary chunk by chunk. The distributions of all tokens would
-  # need too much memory.
+  # One function runs policy and reference, so that it can compare their
+  # distributions over the vocabulary chunk by chunk. The distributions of all
+  # tokens at the same time would need too much memory.
   policy, reference = spec.models.policy, inputs.reference
   assert reference is not None  # `_cast_reference` has replaced None
   outputs = forward.in_rows(

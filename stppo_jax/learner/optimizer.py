@@ -53,7 +53,7 @@ def from_config(
   """
   adam = {name: section[name] for name in ('b1', 'b2', 'eps')}
   numbers = {name: float(section[name]) for name in Hyperparameters._fields}
-  # With 0 in the config, infinity skips no update, because no norm is larger.
+  # 0 in the config becomes infinity. No norm is larger, so no update is skipped.
   numbers['skip_grad_norm'] = numbers['skip_grad_norm'] or math.inf
   return _build(section['name'], **adam), Hyperparameters(**numbers)
 
@@ -115,7 +115,7 @@ def round_stochastically(x: Array, key: Array) -> Array:
 
 
 def _adafactor(**adam: float) -> Optimizer:
-  """Returns Adafactor (arXiv 1804.04235) without its scale of the weights.
+  """Returns Adafactor (arXiv 1804.04235) without the scaling by the weights.
 
   The paper multiplies a step by the root mean square of the weights; this
   optimiser does not. In place of a mean square for each weight of a matrix, it

@@ -5,12 +5,13 @@ of a shard; n microbatches; b slots for the sequences of a shard in a
 microbatch. A row has `row_length` tokens.
 
 The sequences are dealt to the shards in rounds, longest first. In each round
-every shard gets one sequence, and the shard with the fewest tokens so far gets
-the longest. So all shards have equally many sequences and nearly equally many
-tokens. Each shard then puts its sequences into rows, first fit by decreasing
-length. The array sizes are those that the fullest shard needs, rounded up, so
-that few different sizes occur: each combination of sizes is another program to
-compile. All hosts know all lengths, so they compute the same packing.
+every shard gets one sequence: the shard with the fewest tokens so far gets the
+longest sequence of the round. So all shards have equally many sequences and
+nearly equally many tokens. Each shard then puts its sequences into rows, first
+fit by decreasing length. The array sizes are the sizes that the fullest shard
+needs, rounded up so that few different sizes occur: each combination of sizes
+is another program to compile. All hosts know all lengths, so all hosts compute
+the same packing.
 """
 
 from typing import NamedTuple
@@ -31,7 +32,7 @@ class Sizes(NamedTuple):
   """The limits within which `plan` packs sequences into rows.
 
   Attributes:
-    num_shards: s.
+    num_shards: the number of shards, s.
     row_length: the number of tokens of a row, at least as many as the longest
       sequence has.
     max_rows: the largest number of rows of a shard in a microbatch; 0 means no
@@ -205,7 +206,7 @@ def _shares(rows: list[list[int]], n: int) -> list[list[list[int]]]:
   rows = sorted(rows, key=len, reverse=True)
   rounds = [rows[k : k + n] for k in range(0, len(rows), n)]
   for late in rounds[1::2]:
-    late.extend([[]] * (n - len(late)))  # the last round may be short
+    late.extend([[]] * (n - len(late)))  # the last round may lack rows
     late.reverse()
   return [[r[i] for r in rounds if i < len(r)] for i in range(n)]
 

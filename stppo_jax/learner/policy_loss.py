@@ -293,9 +293,10 @@ def finish(
 def differentiate_terms(loss_terms: Callable[..., Any], *, has_aux: bool):
   """Returns a function that differentiates each term of a loss separately.
 
-  The function replaces `jax.value_and_grad` for algorithms that divide by the
-  bias norm. The policy and bias terms do not depend on the value model, so of
-  their gradients only the policy's part is kept.
+  The function replaces `jax.value_and_grad` for algorithms that divide the
+  gradient of the policy term by the norm of the gradient of the bias term. The
+  two terms do not depend on the value model, so of their gradients only the
+  policy's part is kept.
 
   Args:
     loss_terms: maps trained weights to (`clipping_bias.LossTerms`, outputs).
