@@ -252,7 +252,7 @@ class Learner:
     rows: np.ndarray,
     sizes: packing_lib.Sizes | None = None,
   ) -> packing_lib.Packed:
-    """Packs some rows of a batch within limits, which are `self.sizes` if None.
+    """Packs some rows of a batch within `sizes`, by default `self.sizes`.
 
     A device program gives all hosts the lengths of all rows. A second call
     would wait for the updates in progress, so the batch's lengths are kept.

@@ -53,7 +53,7 @@ def from_config(
   """
   adam = {name: section[name] for name in ('b1', 'b2', 'eps')}
   numbers = {name: float(section[name]) for name in Hyperparameters._fields}
-  # 0 in the config becomes infinity. No norm is larger, so no update is skipped.
+  # 0 becomes infinity. No norm is larger, so no update is skipped.
   numbers['skip_grad_norm'] = numbers['skip_grad_norm'] or math.inf
   return _build(section['name'], **adam), Hyperparameters(**numbers)
 

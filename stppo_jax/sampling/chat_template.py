@@ -93,7 +93,7 @@ class Prompts:
 
   @functools.cached_property
   def _choices(self) -> Mapping[str, Any]:
-    """The variables of the template, without its messages and tools."""
+    """The variables of the template whose values the options set."""
     name, choice = 'enable_thinking', self._options.enable_thinking
     if choice == 'auto':
       return {}
@@ -158,7 +158,11 @@ class Prompts:
     return is_open and bos is not None and self._begun([])[:1] == [bos]
 
   def _begun(self, ids: list[int]) -> list[int]:
-    """Returns the ids with exactly one bos token at the start, or with none."""
+    """Returns the ids with exactly one bos token at the start, or with none.
+
+    The option `bos` decides. With 'auto' the chat template decides or, without
+    a template, the tokenizer.
+    """
     bos, choice = self._fast.bos_token_id, self._options.bos
     if bos is None:
       if choice == 'on':
@@ -186,7 +190,7 @@ def _without_clock(template: str) -> str:
   # cannot replace that function.
   if _CLOCK_LEFT.search(template):
     raise ValueError(
-      'it calls strftime_now with something else than a quoted text, so '
+      'it calls strftime_now with an argument that is not a quoted text, so '
       'prompts would depend on the day'
     )
   return template

@@ -14,8 +14,8 @@ in one bit.
 
 With `deterministic=False` a slot is refilled from the queue as soon as its row
 is closed, and programs run on the active rows only, in batches of a few fixed
-sizes. The tokens are the same, and the log-probabilities are equal up to
-rounding.
+sizes. The tokens are the same as with `deterministic=True`, and the
+log-probabilities are equal up to rounding.
 
 Weights change between turns only. A turn takes the newest weights when it
 begins and keeps them to its end, so one policy writes the whole turn. The
@@ -245,7 +245,7 @@ class Engine:
     return bool(self._queue) and self._can_admit()
 
   def poll(self) -> dict[int, types.GeneratedTurn]:
-    """Decodes for a while, and returns the turns that ended, by row number."""
+    """Decodes until a chunk is done; returns the turns that ended, by row."""
     if self._queue and self._can_admit():
       self._admit()
     ended, lanes = {}, {}

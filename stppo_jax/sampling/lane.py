@@ -291,7 +291,7 @@ class Lane:
     """Returns another row on the same device that holds a row's prompt, if any.
 
     The first token after a prompt depends on the weights that have read the
-    prompt. So the other row must have read it with weights of this version.
+    prompt. So the other row must have read it with the weights of `version`.
     """
     for other in self._rows.values():
       if other.group == row.group and other.prompt_version == version:

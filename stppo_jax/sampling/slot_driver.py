@@ -23,7 +23,7 @@ from stppo_jax.sampling import slot_state as slot_state_lib
 
 # Batches of active slots have the largest size, its half, its quarter and so
 # on, with at most this many halvings. With more sizes, batches would have less
-# padding, but each size is compiled.
+# padding, but more programs would be compiled.
 _MAX_HALVINGS = 3
 
 
@@ -245,7 +245,7 @@ class SlotDriver:
   def _chunks(
     self, appends: Mapping[int, slot_calls.Append]
   ) -> Iterator[tuple[Mapping[int, slot_calls.Append], int]]:
-    """Yields, for each chunk of C tokens, its slots and its first position."""
+    """Yields the appends of each chunk of C tokens, and the chunk's start."""
     longest = max(len(append.token_ids) for append in appends.values())
     for first in range(0, max(longest, 1), self._prefill_chunk):
       yield (
@@ -320,8 +320,8 @@ class SlotDriver:
     number = -(-longest // self._programs.page_size)
     if self._programs.takes_any_number or number < 2:
       return number
-    # The number is rounded up to a power of 2, because each number needs a
-    # compiled program of its own.
+    # The number is rounded up to a power of 2, so that few numbers occur: each
+    # number needs a compiled program of its own.
     return min(2 ** (number - 1).bit_length(), self._programs.pages_per_row)
 
   def _batches(self, slots: Sequence[int]) -> Iterator[Sequence[int]]:

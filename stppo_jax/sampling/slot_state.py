@@ -31,7 +31,7 @@ class SlotState:
     hidden: [S, D], the final hidden state of the last token, which predicts the
       next token.
     prompt_hidden: [S, D], the final hidden state of the prompt's last token. A
-      copy of the prompt starts from it, even after this slot has gone on.
+      copy of the prompt starts from it, even if this slot holds later tokens.
     automaton: [S] int32, the state of the stop automaton in the current turn.
     budgets: [S] int32, the number of tokens that the policy may still generate
       in this turn. A slot generates only while its budget is above 0 and its

@@ -62,7 +62,7 @@ def test_a_template_that_hides_the_format_of_the_day_is_refused(tmp_path):
       + ' }}{{ messages[0].content }}'
     )
     with pytest.raises(
-      ValueError, match='fails .* calls strftime_now with som'
+      ValueError, match='fails .* calls strftime_now with an arg'
     ):
       _prompt(tmp_path, 'Qwen3', template=template)
 

@@ -220,7 +220,7 @@ class RemoteEngine:
     del self._rows[row]
 
   def poll(self) -> dict[int, types.GeneratedTurn | None]:
-    """Waits a moment, and returns the turns that ended, by row.
+    """Waits for a short time, and returns the turns that ended, by row.
 
     If the request for a turn and all retries failed, None takes the place of
     the turn.
