@@ -173,8 +173,8 @@ def annotate(
   metrics = _metrics(batch, algorithm, rewards_BL, kl_BL)
   if models.value_range is not None and batch.returns_BL is not None:
     low, high = models.value_range
-    # A return is the rounded sum of an advantage and a value. So a return that
-    # equals `low` or `high` may be rounded to a number outside the range.
+    # A return is the sum of an advantage and a value. If the exact sum is `low`
+    # or `high`, the rounded sum may be a little outside the range.
     slack = 1e-4 * (high - low)
     is_outside_BL = batch.returns_BL < low - slack
     is_outside_BL |= batch.returns_BL > high + slack
@@ -196,7 +196,7 @@ def mean_logprobs(
   models: model_roles.Models,
   temperature: float,
 ) -> Array:
-  """Returns the mean log-probability of the loss tokens of each row, [B].
+  """Returns the policy's mean log-probability of each row's loss tokens, [B].
 
   Args:
     params: the weights of the models.
@@ -287,7 +287,7 @@ def _staleness(
 
     staleness/logprob_abs_diff{,_mean}  maximum and mean of |log r|
     staleness/{turn,sequence}/{mean,sum}/weight_raw_{mean,max}  the metrics of
-        `diagnostics.mismatch_of_segments`, with r in the place of k
+        `diagnostics.mismatch_of_segments`, with r in place of its k
 
   A token comes after a swap if an older policy wrote an earlier turn of the
   dialogue. k = pi_old / sampler compares the probabilities that the trainer and
@@ -364,7 +364,7 @@ def _model_outputs(
     )
     for is_needed, trained in older
   )
-  # The reference replays no experts. Its own routers choose experts.
+  # The reference replays no experts: its own routers choose the experts.
   reference_outputs = forward.token_outputs(
     policy.plain_policy,
     reference,

@@ -194,8 +194,8 @@ class Updater:
     if self._spec.models.policy.config.num_experts:
       return context
     # The loss reads the minibatch's arrays only for the load of experts. For a
-    # model without experts they are left out, so that the programs of the loss
-    # do not depend on their shapes.
+    # model without experts the arrays are left out, so that the programs of the
+    # loss do not depend on the shapes of these arrays.
     return context._replace(minibatch=None)
 
   def _join_and_apply(self, state, sums, hyperparameters):

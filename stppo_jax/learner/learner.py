@@ -139,7 +139,7 @@ class Learner:
     )
 
   def reference(self, path: str | None = None) -> functional.Params | None:
-    """Returns what `weights.load_reference` loads; for `path` see `start`."""
+    """Returns the reference, see `weights.load_reference` and `start`."""
     path = self.config.model.path if path is None else path
     params = weights_lib.load_reference(self.config, path, self.policy)
     return memory.on_host(params) if self._reference_on_host else params
@@ -300,7 +300,7 @@ class Learner:
       hosts: the hosts of the run; all of them call this function.
 
     Returns:
-      numpy arrays of this host's chosen rows; None if the config wants no rows.
+      numpy arrays of the wanted rows or more; None if the config wants no rows.
     """
     writer = self.config.writer
     count = min(writer.token_details, writer.trajectories)
@@ -314,8 +314,8 @@ class Learner:
     )
     packed = self._packed(batch, rows)
     details = self.programs.token_details(state, batch, packed, self.algorithm)
-    # `packed.rows` has the rows in the order of the shards. Its argsort gives
-    # their order in `rows`, where the rows of a host are adjacent.
+    # `details` has the rows in the order of the shards, like `packed.rows`. The
+    # argsort restores the order of `rows`, where a host's rows are adjacent.
     mine = np.argsort(packed.rows).reshape(hosts.count, -1)[hosts.index]
     return jax.tree.map(lambda x: x[mine], jax.device_get(details))
 

@@ -104,9 +104,9 @@ class Models(NamedTuple):
   def _gathered_layout(self, base: functional.Params) -> Any:
     assert self.policy.mesh is not None  # a model in training has a mesh
     layout = sharding.param_shardings(base, self.policy.mesh)
-    # The embedding stays sharded, because each token is looked up on the device
-    # that has the token's row of the embedding. If the embedding is also the
-    # output matrix, the head gathers it once anyway.
+    # The embedding stays sharded, because each device looks tokens up in its
+    # own shard of the embedding. If the embedding is also the output matrix,
+    # the head gathers it once anyway.
     return sharding.gathered(layout) | {'embedding': layout['embedding']}
 
   def policy_weights(self, params: Params) -> functional.Params:

@@ -1,7 +1,7 @@
 """The losses of training without sampling: demonstrations, and pairs.
 
-B rows, L tokens; Q pairs. An axis of size 2 is (preferred trajectory,
-dispreferred trajectory).
+B rows, L tokens; Q pairs. An axis of size 2 has the preferred trajectory first,
+and then the dispreferred trajectory.
 """
 
 import functools

@@ -53,7 +53,7 @@ def from_config(
   """
   adam = {name: section[name] for name in ('b1', 'b2', 'eps')}
   numbers = {name: float(section[name]) for name in Hyperparameters._fields}
-  # 0 becomes infinity. No norm is larger, so no update is skipped.
+  # 0 becomes infinity. No norm is larger, so no norm skips an update.
   numbers['skip_grad_norm'] = numbers['skip_grad_norm'] or math.inf
   return _build(section['name'], **adam), Hyperparameters(**numbers)
 
@@ -146,8 +146,8 @@ def _muon(*, b1: float, b2: float, eps: float) -> Optimizer:
       return 0.2 * max(gradient.shape[-2:]) ** 0.5 * direction, new.mu
 
     # The layers are computed one after the other. To compute a layer, a device
-    # gathers its whole matrix. The matrices of all layers at the same time
-    # would need too much memory.
+    # gathers the layer's whole matrix. The matrices of all layers at the same
+    # time would need too much memory.
     both = jax.tree.map(
       lambda *stack: jax.lax.map(of_layer, stack), updates, state.mu
     )

@@ -37,8 +37,9 @@ class Sizes(NamedTuple):
       sequence has.
     max_rows: the largest number of rows of a shard in a microbatch; 0 means no
       limit.
-    num_workers: the number of workers that share the microbatches. If `plan`
-      makes num_workers microbatches or more, num_workers divides their number.
+    num_workers: the number of workers that share the microbatches. If there are
+      at least num_workers microbatches, their number is a multiple of
+      num_workers, so that each worker gets equally many.
   """
 
   num_shards: int

@@ -37,7 +37,7 @@ class Coefficients(NamedTuple):
 
   Attributes:
     entropy: weight of the entropy bonus.
-    value_clip: the clip range of a value around the old value, as in PPO.
+    value_clip: PPO's clip of a value: the largest distance from the old value.
     value: weight of the value loss if policy and value share a backbone.
     load_balance: weight of the load-balance loss of a policy with experts.
   """

@@ -1,9 +1,9 @@
 """The state that training changes: weights and optimiser states.
 
 With LoRA a run holds one copy of the base weights. The copy is the frozen base
-of both the policy and the value model, whose trained weights are adapters and
-the value head. If `model.reference_path` is empty, the copy is also the
-reference policy.
+of both the policy and the value model. The trained weights of a model are then
+its adapters and, if it has one, its value head. If `model.reference_path` is
+empty, the copy is also the reference policy.
 """
 
 import dataclasses
@@ -84,9 +84,10 @@ def init(
   models: model_roles.Models,
   optimizers: Optimizers,
 ) -> TrainState:
-  """Returns the state before the first update; call it under jit.
+  """Returns the state before the first update.
 
-  The weights of a value head are 0 at the start.
+  Call this function under jit, or trace its shapes with `jax.eval_shape`. The
+  weights of a value head are 0 at the start.
 
   Args:
     weights: a policy's weights without adapters, to be donated. They become the

@@ -193,7 +193,7 @@ def apply_gradients(
   *,
   optimizers: state_lib.Optimizers,
 ) -> tuple[state_lib.TrainState, LossOutputs]:
-  """Takes a step with both optimisers, or none if one step is not sound.
+  """Takes both optimisers' steps, or neither step if one is not sound.
 
   For a sound step see `optimizer.is_sound`. The policy also stays as it is if
   `policy_learns` is false, or if the policy's gradient is None.

@@ -152,7 +152,7 @@ class Lane:
 
     Returns:
       The result of `SlotDriver.expert_ids`. If the engine's options do not ask
-      for experts, the result is None, and no other thread is waited for.
+      for experts, the result is None, and the call waits for no other thread.
     """
     self.free.append(row.slot)
     self.free.sort()

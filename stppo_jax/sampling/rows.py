@@ -133,7 +133,7 @@ class PagePool:
     self._rows.append(row)
 
   def share(self, row: Row, other: Row, length: int) -> None:
-    """Lets a row without pages share pages that another row's beginning fills.
+    """Lets a row without pages share the first full pages of another row.
 
     Args:
       row: the row that gets the pages.

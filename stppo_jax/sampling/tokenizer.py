@@ -92,12 +92,12 @@ class Tokenizer:
   def save(self, directory: str | pathlib.Path) -> None:
     """Writes the files that `load` and `transformers` read.
 
-    For a model of type qwen2, `AutoTokenizer` usually ignores the class that
-    the files name. It applies the rules of Qwen2's own tokenizer, which would
-    give other token ids. It uses the class of the files only if they have an
-    `auto_map`. If its caller trusts remote code, it then loads the class that
-    `auto_map` names from a Python file in the same directory. So this method
-    writes both the `auto_map` and the Python file.
+    For a model of type qwen2, `AutoTokenizer` ignores the class that the files
+    name if the files have no `auto_map`. It then applies the rules of Qwen2's
+    own tokenizer, which would give other token ids. With an `auto_map` it uses
+    the class that the files name or, if its caller trusts remote code, the
+    class that `auto_map` names in a Python file of the same directory. So this
+    method writes both the `auto_map` and the Python file.
     """
     self._fast.save_pretrained(directory)
     path = pathlib.Path(directory) / 'tokenizer_config.json'
@@ -261,7 +261,7 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
   backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   backend.decoder = decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
-    vocab_size=vocab_size - 1,  # END_OF_TEXT is added later
+    vocab_size=vocab_size - 1,  # leaves room for END_OF_TEXT
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
   )

@@ -19,7 +19,8 @@ from stppo_jax.parallel import hosts as hosts_lib
 _log = logging.getLogger(__name__)
 
 PREFIX = 'alarm/'
-# In a step with fewer searches than this, most may find nothing by chance.
+# In a step with fewer searches than this number, most of the searches may find
+# nothing by chance.
 _FEWEST_SEARCHES = 10
 Metrics = Mapping[str, Any]
 

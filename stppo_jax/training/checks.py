@@ -236,7 +236,7 @@ def sized(
   placement: publish_lib.Placement | None,
   limit: float | None,
 ) -> Any:
-  """Returns the config with a chosen `rollout.slots` if the config has 0.
+  """Returns the config, with chosen slots if `rollout.slots` is 0.
 
   The trajectories that a host collects in a step are divided into waves of
   equal size, and each wave fills the slots. The number of waves is the smallest

@@ -5,8 +5,8 @@ recorded and before the run waits for a server, so that every error in a config,
 its files or the devices is reported at once. `Services` are the environment, an
 event loop, and the client of a retriever that answers.
 
-Builders read the keys of the config; functions below the builders take the
-values of the keys.
+Builders read the keys of the config, and pass the values of the keys on. So
+packages such as `models`, `sampling` and `retrieval` do not read the config.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -158,9 +158,9 @@ class StepMetrics:
       totals: the numbers of the step's batch.
       seconds: the durations of the step's phases, by `timing_s/{phase}`: wait
         (for the collection), annotate, update and token_details.
-      save_seconds: for how long the save of the previous step held up the loop.
-        It is reported here, because the metrics of that step were written
-        before its save.
+      save_seconds: the seconds by which the save of the previous step delayed
+        the loop. They are reported here, because the metrics of that step were
+        written before its save.
     """
     epochs = len(updates) * self._config.updates.minibatch_size / totals.rows
     total, updating = sum(seconds.values()), seconds['timing_s/update']

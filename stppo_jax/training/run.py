@@ -254,7 +254,7 @@ class Run:
     """Evaluates, writes and saves the last step.
 
     If the evaluation is interrupted, the step is saved with its unwritten
-    metrics, and the next start calls this method for the step again.
+    metrics and dialogues. The next start calls this method for that step again.
     """
     # `extra` is changed in place, so that any save of the step, also a save
     # before a forced exit on another thread, has the newest values.

@@ -1,8 +1,8 @@
 """Saves the states of a run as checkpoints.
 
-A line is logged if the disk has no room for the next checkpoint.
-Threads write a checkpoint while the loop goes on. If writing fails, the next
-finished step raises the error, and earlier checkpoints are intact.
+A line is logged if the disk has no room for the next checkpoint. Threads write
+a checkpoint while the loop goes on. If writing fails, the next finished step
+raises the error, and earlier checkpoints are intact.
 """
 
 import dataclasses
@@ -143,8 +143,8 @@ class Saver:
     """Checks that no save has failed, and that this process holds the folder.
 
     Raises:
-      SaveFailed: the last save has failed. A save that threads still write is
-        not waited for.
+      SaveFailed: the last save has failed. If threads still write the last
+        save, this method does not wait for them.
       Lost: another process has taken the folder.
     """
     self.checkpointer.check()
@@ -202,7 +202,7 @@ class Saver:
   def warn_of_room(self) -> None:
     """Logs a line if the next checkpoint would not fit on the disk.
 
-    Until the disk has room again, later calls log nothing.
+    After such a line, calls log nothing until the disk has had room again.
     """
     if self.checkpointer.pending.step or not self._hosts.is_first:
       return

@@ -96,9 +96,9 @@ def try_host(
   Args:
     config: the config of a run.
     name: the name of the slice, see `topology.find`.
-    place: the coordinates of a chip of the host. They identify the host; its
-      number does not, because the numbers of hosts in the run and in the
-      topology may differ.
+    place: the coordinates of a chip of the host. They identify the host. The
+      host's number does not, because its number in the run may differ from its
+      number in the topology.
     limit: the seconds that the trial may take.
 
   Raises:

@@ -170,8 +170,9 @@ _PLAIN: Mapping[str, Any] = {
 _COMPLETION: Mapping[str, Any] = {
   **_PLAIN,
   'include_stop_str_in_output': True,
-  # The server must ignore the end tokens in the files of the model. The
-  # automaton that decides where a turn ends knows only `stop_ids`.
+  # The server must not end a turn at an end token that only the files of the
+  # model name: the automaton that decides where a turn ends does not know this
+  # token. The automaton knows only `stop_ids`.
   'ignore_eos': True,
   'add_special_tokens': False,
   'logprobs': 1,

@@ -340,7 +340,7 @@ class RemoteEngine:
     )
 
   def _find_stop(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-    """Returns the number of tokens up to the first stop, and if one exists."""
+    """Returns the number of tokens up to a stop, and whether a stop exists."""
     state = stops.StopAutomaton.START
     for n, token_id in enumerate(token_ids):
       if not 0 <= token_id < self._transitions.shape[1]:
