@@ -1,20 +1,21 @@
 """Advantages, returns and the tokens at which the critic is trained.
 
 B trajectories, L tokens. `values_BL[:, l]` is V before token l. An estimator
-is called `estimator(rewards_BL, batch, **options)`. It returns `Advantages`, or
-advantages [B, L] alone if it trains no critic. The module `gae` has the
-recursion of GAE. `group_advantages` has the estimators that compare the
-trajectories of a question, and `turn_advantages` has the estimators that
-compare turns.
+is called `estimator(rewards_BL, batch, **options)`. An estimator with a critic
+returns `Advantages`, and an estimator without a critic returns only an array of
+advantages [B, L]. The module `gae` has the recursion of GAE. `group_advantages`
+has the estimators that compare the trajectories of a question, and
+`turn_advantages` has the estimators that compare turns.
 
-Only rewards on policy tokens count, so the outcome must stand on the last
-policy token. The value after the last step of a row is 0: no estimator
-bootstraps there. A row whose loss mask is false everywhere has no influence on
-other rows.
+Only rewards on policy tokens count, so the outcome reward must stand on a row's
+last policy token. No estimator bootstraps at the end of a row: the value after
+the last step counts as 0. A row whose loss mask is false everywhere has no
+influence on other rows.
 
-Only `whiten='all'` reads the advantages of observation tokens. GAE with
-included observations computes these advantages. All other estimators give an
-observation token the advantage of the turn, or of the token, before it.
+Observation tokens get advantages, too, which only `whiten='all'` reads. GAE
+with `observation_tokens='included'` estimates these advantages. All other
+estimators copy the advantage of the turn, or of the token, that comes before
+the observation.
 """
 
 import dataclasses
@@ -36,17 +37,15 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Advantages:
-  """The result of an estimator.
-
-  Off the loss mask the arrays are 0 or false. But with GAE's
-  `critic_tokens='response'`, returns and value mask also cover the observations
-  between policy tokens.
+  """Advantages for the policy, and targets for the critic.
 
   Attributes:
-    advantages_BL: the advantages that the policy loss uses. The functions in
-      `ADVANTAGES` also compute advantages of observation tokens, because
-      whitening may need more tokens than the loss mask has.
-    returns_BL: the critic's targets, formed before any whitening.
+    advantages_BL: the advantages. The result of `estimate_advantages` is 0 off
+      the loss mask. The result of an estimator also has advantages at other
+      tokens, because whitening may read them.
+    returns_BL: the critic's targets, formed before any whitening; 0 off the
+      loss mask. With GAE's `critic_tokens='response'`, the observations between
+      policy tokens have targets, too.
     value_mask_BL: bool, the tokens at which the critic is trained.
   """
 
@@ -106,10 +105,11 @@ def gae_estimator(
   gamma_turn: Array | float,
   lambda_turn: Array | float,
 ) -> Advantages:
-  """Returns GAE at token, turn or bi-level steps, for all policy tokens.
+  """Returns GAE whose steps are tokens, turns, or turns and then tokens.
 
-  `gae.gae` has the recursion over token or turn steps. Bi-level steps come from
-  RAGEN (arXiv 2504.20073). First, GAE over turns, with gamma_turn and
+  `gae.gae` has the recursion over tokens or turns. GAE over turns and then over
+  tokens is called bi-level, as in RAGEN (arXiv 2504.20073). First, GAE over
+  turns, with gamma_turn and
   lambda_turn, gives each turn k a return G_k, where r_k is the sum of the
   rewards of turn k:
 
@@ -167,8 +167,9 @@ def gae_estimator(
       rewards_BL, batch.values_BL, step_mask_BL, gamma=gamma, lambda_=lambda_
     )
   values_BL = masking.select(batch.values_BL, step_mask_BL)
-  # With steps='turn' the value is learned at the first token of a turn only.
-  # Returns, like advantages, stand at all policy tokens of the turn.
+  # With steps='turn' the critic is trained at the first token of each turn
+  # only. But the return of a turn stands at all of its policy tokens, as its
+  # advantage does.
   if critic_tokens == 'policy':
     value_mask_BL, returns_mask_BL = step_mask_BL & mask_BL, mask_BL
   else:
@@ -187,11 +188,11 @@ BASELINES = ('critic', 'explained')
 
 
 def _explained(values_BL, returns_BL, mask_BL):
-  """Returns the values if they explain variance, otherwise the mean return."""
+  """Returns the values or, if they explain no variance, the mean return."""
   mean, variance = masking.masked_moments(returns_BL, mask_BL)
   _, missed = masking.masked_moments(returns_BL - values_BL, mask_BL)
-  # The condition says that the explained variance, 1 - missed / variance, is
-  # positive.
+  # The explained variance is 1 - missed / variance. It is positive if `missed`
+  # is less than `variance`.
   return jnp.where(missed < variance, values_BL, mean)
 
 
@@ -223,9 +224,10 @@ def decoupled_gae(
 
     lambda of a row = lambda_ max(1 - 1 / (alpha length), 0)
 
-  where length counts the row's policy tokens. In a longer row the outcome must
-  reach further back. The critic's targets are formed with lambda_critic. If it
-  is 1, the targets are plain returns, which do not depend on the values.
+  where length is the number of the row's policy tokens. Lambda grows with the
+  length, so that the outcome of a long row reaches its first tokens, too. The
+  critic's targets are formed with lambda_critic. If lambda_critic is 1, the
+  targets are plain returns, which do not depend on the values.
   Sources: arXiv 2503.01491 separates the two lambdas, and VAPO, arXiv
   2504.05118, makes the policy's lambda depend on the length. Replacing a
   negative lambda by 0 comes from NeMo-RL.
@@ -236,11 +238,12 @@ def decoupled_gae(
     gamma: discount per token.
     lambda_: trace decay per token for the policy in infinitely long rows.
     lambda_critic: trace decay per token for the critic's targets.
-    alpha: how fast the policy's trace decay approaches lambda_ with the length;
-      with inf it is lambda_ at every length.
-    baseline: 'critic': the values. 'explained': the values if their explained
-      variance over the policy tokens of the batch is positive, otherwise the
-      mean of the critic's targets (EVPO, arXiv 2604.19485).
+    alpha: how fast the policy's trace decay approaches lambda_ with the length.
+      If alpha is inf, the trace decay is lambda_ at every length.
+    baseline: what takes the place of V in the policy's advantages. 'critic':
+      the values. 'explained': the values if their explained variance over the
+      policy tokens of the batch is positive, otherwise the mean of the critic's
+      targets (EVPO, arXiv 2604.19485).
   """
   mask_BL = batch.loss_mask_BL
   rewards_BL = masking.select(rewards_BL, mask_BL)

@@ -2,7 +2,8 @@
 
 B trajectories, L tokens, T turns. Every aggregate is a weighted sum over the
 loss mask, divided by a count. Weights and count depend on the masks only. Rows
-and turns are counted if they have a token in the loss mask:
+and turns without a token in the loss mask are not counted. These are the weight
+of each token, and the count:
 
                    weight                     count
   token_mean       1                          tokens  (arXiv 2503.14476)

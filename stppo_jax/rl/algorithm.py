@@ -25,16 +25,17 @@ class Algorithm(options.Options):
   """An algorithm; `docs/algorithms.md` has the meaning of every option.
 
   Attributes:
-    ratio: which tokens share a ratio, and where its gradient goes.
+    ratio: which tokens share a ratio, and to which tokens the ratio's gradient
+      flows.
     bounds: the trusted interval of the ratio, one of `bounds.BOUNDS`.
     objective: the token's loss term inside and outside the bounds, one of
       `objectives.OBJECTIVES`.
-    correction: the names of the selected corrections, which weigh the loss
-      terms, and the options of all corrections.
+    correction: the names of the selected corrections, and the options of all
+      corrections. A correction multiplies loss terms by weights.
     aggregate: how the tokens' terms become a scalar, one of
       `aggregation.AGGREGATES`.
-    advantage: how good a token was, one of `advantages.ADVANTAGES`.
-    kl: where and how the divergence from the reference enters.
+    advantage: the estimator of advantages, one of `advantages.ADVANTAGES`.
+    kl: the penalty on the KL divergence from the reference.
   """
 
   ratio: ratios.Ratio = options.section(ratios.Ratio)
@@ -49,8 +50,9 @@ class Algorithm(options.Options):
   def conflicts(ratio, objective, advantage, kl, **_):
     clips = ('pessimistic', 'dual_clip')
     if ratio['normalize'] == 'guard' and objective['name'] not in clips:
-      # The guard undoes a factor in the gradient of the ratio, so the gradient
-      # of the objective must flow through the ratio, as in `clips`.
+      # The guard divides the loss terms by a factor that it has brought into
+      # the gradient of the ratio. So the objective must have its gradient
+      # through the ratio, as the objectives in `clips` have.
       rule = "'none' when objective.name is neither " + ' nor '.join(clips)
       yield 'ratio.normalize', ratio['normalize'], rule
     name = advantage['name']
@@ -113,7 +115,10 @@ class Algorithm(options.Options):
 
   @property
   def needs(self) -> frozenset[str]:
-    """The names of the arrays that this loss reads but not every loss."""
+    """The names of the batch arrays that this loss reads beyond the usual ones.
+
+    The usual arrays are the arrays that the loss of every algorithm reads.
+    """
     # Bounds, objectives and corrections declare their arrays in their tables.
     # The ratio's level and the KL term have no table entry, so their arrays are
     # added here.

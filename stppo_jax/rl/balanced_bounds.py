@@ -78,17 +78,18 @@ def balance(
   high_limit: Number,
   positive_share: Number,
 ) -> _Interval:
-  """Returns bounds that are raised until positive terms have a wanted share.
+  """Returns bounds at which positive terms have at least a wanted share.
 
-  The share of the positive advantages in the clipped objective is
+  The share of the terms with positive advantages in the clipped objective is
 
     sum_{A > 0} pi_old min(r A, clip(r) A) / sum pi_old |min(r A, clip(r) A)|
 
   The bounds start as `low` and `high`. While the share is below
   `positive_share`, the upper bound grows in steps of high_step up to
   high_limit. After that, the lower bound grows in steps of low_step up to
-  low_limit. Source: arXiv 2510.18927. Eq. 8 there takes the absolute value of
-  the whole sum in the denominator; taking it of each term is our choice.
+  low_limit. If both limits are reached, the share may be smaller than wanted.
+  Source: arXiv 2510.18927. In its Eq. 8 the denominator is the absolute value
+  of the whole sum. The sum of the terms' absolute values is our choice.
   """
   ratio_BL = context.ratio_at(context.level)
   advantages_BL, mask_BL = context.advantages_BL, context.mask_BL
@@ -116,8 +117,8 @@ def balance(
     term_BL = weight_BL * jnp.minimum(
       ratio_BL * advantages_BL, clipped_BL * advantages_BL
     )
-    # The comparison multiplies instead of dividing, because the share of a
-    # minibatch without terms would be 0 / 0.
+    # The comparison multiplies by the denominator of the share instead of
+    # dividing by it. The denominator is 0 in a minibatch without terms.
     positive = jnp.sum(jnp.maximum(term_BL, 0))
     magnitude = jnp.sum(jnp.abs(term_BL))
     can_move = (steps.high < most.high) | (steps.low < most.low)

@@ -48,7 +48,7 @@ def fixed(
 
 @options_lib.dataclass
 class ByLength(Fixed):
-  """Options of `by_length`; exponent: a. With 0 the bounds are `fixed`."""
+  """Options of `by_length`; with exponent 0 the bounds are as in `fixed`."""
 
   exponent: float = options_lib.number(at_most=1.0)
 
@@ -63,12 +63,12 @@ def by_length(
 ) -> tuple[Array, Array]:
   """Returns (1 - clip_low n^-a, 1 + clip_high n^-a).
 
-  n is the number of policy tokens of the ratio's segment. The mean of n
-  independent log-ratios has a standard deviation proportional to n^(-1/2); see
-  docs/turn_bounds.md. This rule is our choice.
+  n is the number of policy tokens of the ratio's segment, and a is the option
+  `exponent`. The mean of n independent log-ratios has a standard deviation
+  proportional to n^(-1/2); see docs/turn_bounds.md. This rule is our choice.
   """
   del statistics
-  # On the mask the weight of a token is 1 / n. Off the mask the scale is 1.
+  # `share_BL` is 1 / n on the mask. Off the mask the scale is 1.
   share_BL, _ = aggregation.segment_weights(
     context.level,
     context.batch,
@@ -81,7 +81,7 @@ def by_length(
 
 @options_lib.dataclass
 class ByReward(Fixed):
-  """Options of `by_reward`; strength: the largest relative width change."""
+  """Options of `by_reward`; the factor f is within `strength` of 1."""
 
   strength: float = options_lib.number(at_most=1.0)
 
@@ -99,9 +99,10 @@ def by_reward(
     low, high = 1 - f clip_low, 1 + f clip_high
     f         = 1 + strength (2 sigmoid(z) - 1)
 
-  z is `turn_z_BL` of the batch: the reward of the turn, normalised over the
-  turns of the question that have the same number. Source: arXiv 2605.06200,
-  with strength 0.3.
+  z is `turn_z_BL` of the batch. In the last turn of a row z is 0. In every
+  other turn k, z is the reward of the turn, normalised over the turns k of the
+  question's rows that are not last turns. Source: arXiv 2605.06200, with
+  strength 0.3.
   """
   del statistics
   z_BL = masking.select(context.batch.turn_z_BL, context.mask_BL)
@@ -147,7 +148,7 @@ class BinaryKl(options_lib.Named):
 
 # After so many halvings, an interval of 20 nats has a length of 7e-14 nats.
 _HALVINGS = 48
-_PROBABILITY_EPSILON = 1e-8  # as in the public implementation
+_PROBABILITY_EPSILON = 1e-8  # as in the public implementation of DPPO
 
 
 def binary_kl(

@@ -1,10 +1,10 @@
 """The clipping-bias correction (arXiv 2511.20718).
 
 B trajectories, L tokens, T turns. The PPO gradient is the off-policy gradient
-minus the part that clipping removes, C = E[1{clipped} w A grad log pi]. For the
-ratio w with its bounds, and whatever the sign of the advantage A, let
+minus the part that clipping removes, C = E[1{clipped} w A grad log pi]. Let w
+be the ratio, A the advantage, and
 
-  U = policy tokens with w outside the bounds
+  U = policy tokens with w outside the bounds, whatever the sign of A
   V = policy tokens with w inside the bounds
   N_U = rms over U of w A
   N_V = rms over V of w A
@@ -237,7 +237,7 @@ def minibatch_sums(
 
 
 # With `correction.clipping_bias.norm='gradient'` the policy gradient is divided
-# by the L2 norm of c, the gradient of the clipped terms:
+# by the L2 norm of c, the gradient of the clipped tokens' terms:
 #
 #   g = g_policy / max(|c|_2, floor) + g_other,    c = grad bias
 #
@@ -251,7 +251,7 @@ class LossTerms(NamedTuple):
 
   Attributes:
     policy: the policy term.
-    bias: the scalar whose gradient is c.
+    bias: the scalar whose gradient is c, see the module's docstring.
     other: the sum of all terms that the correction does not change.
   """
 
@@ -284,12 +284,16 @@ def term_gradients(
 def divide_by_bias_norm(
   gradients: LossTerms, *, floor: Array | float
 ) -> tuple[Tree, Array]:
-  """Returns the gradient g of the comment above `LossTerms`, and |c|_2.
+  """Returns the gradient with the policy term's part divided, and |c|_2.
+
+  The gradient is g_policy / max(|c|_2, floor) + g_other, where c is the
+  gradient of the bias term.
 
   Args:
     gradients: the gradient of each term, summed over the microbatches; the
       three gradients have the same structure.
-    floor: the smallest divisor, so that a small c does not enlarge a step.
+    floor: the smallest divisor. Without a floor a small c would enlarge the
+      step.
   """
   squares = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradients.bias)]
   norm = jnp.sqrt(sum(squares))

@@ -5,7 +5,8 @@ B trajectories, L tokens. A correction is called
 the bounds of the ratio, and returns `loss_context.TermWeights`. `statistics` is
 the result of its `Choice.statistics` for the whole minibatch, or () for a
 correction without statistics. The weights of all selected corrections are
-multiplied. Denominators never change, so a term of weight 0 still counts.
+multiplied. The count that divides the sum of the terms does not depend on the
+weights, so a term of weight 0 still counts.
 
 `clipping_bias` has a module of its own. The other corrections serve samplers
 whose probabilities, mu, differ from pi_old, the trainer's probabilities before
@@ -58,13 +59,13 @@ def _one(context):
 
 
 def _ratio(context):
-  return sg(context.ratio_BL)  # detached, as a factor of a weight
+  return sg(context.ratio_BL)  # detached, because weights have no gradient
 
 
-# `tis` truncates the product of k and this factor, and then divides by the
-# factor. The objective multiplies by the ratio again, so 'product' truncates
-# pi_theta / mu, which is staleness and mismatch together, as in MiniRL
-# (arXiv 2512.01374).
+# Maps the option `truncated` to a factor. `tis` truncates the product of k and
+# the factor, and then divides the product by the factor. With 'product' the
+# factor is the ratio r, so `tis` truncates k r = pi_theta / mu, as in MiniRL
+# (arXiv 2512.01374). The objective multiplies by r again.
 TRUNCATED: Mapping[str, Callable[[LossContext], Array]] = {
   'mismatch': _one,
   'product': _ratio,

@@ -83,10 +83,11 @@ class Covariance(typing.NamedTuple):
     mask_BL: Array,
     share: Array | float,
   ) -> 'Covariance':
-    """Returns a copy whose threshold chooses the eligible tokens of largest x.
+    """Returns a copy with a threshold that a share of the tokens reaches.
 
-    At least one token is chosen. If fewer tokens than the share are eligible,
-    all eligible tokens are chosen.
+    The chosen tokens are the eligible tokens with the largest x. At least one
+    token is chosen. If fewer tokens than the share are eligible, all eligible
+    tokens are chosen.
 
     Args:
       x_BL: the number of each token that is compared with the threshold.
@@ -94,9 +95,9 @@ class Covariance(typing.NamedTuple):
       mask_BL: the policy tokens.
       share: the share of the policy tokens that is chosen.
     """
-    # Tokens that may not be chosen become -inf and are sorted to the front. If
-    # there are too few eligible tokens, the threshold is -inf, which chooses
-    # all of them.
+    # The x of tokens that may not be chosen is replaced by -inf, which is
+    # sorted to the front. If there are too few eligible tokens, the threshold
+    # is -inf, which chooses all of them.
     count = (jnp.sum(mask_BL) * share).astype(jnp.int32)
     ordered = jnp.sort(jnp.where(eligible_BL, x_BL, -jnp.inf), axis=None)
     last = ordered.size - jnp.maximum(count, 1)
@@ -108,7 +109,10 @@ class Covariance(typing.NamedTuple):
 
 
 def means(context: LossContext) -> Covariance:
-  """Returns the two means, with a threshold that chooses no token."""
+  """Returns the means of A and log pi, with a threshold of infinity.
+
+  No token reaches this threshold. `choosing` replaces it.
+  """
   mask_BL = context.mask_BL
   return Covariance(
     masking.masked_mean(context.advantages_BL, mask_BL),

@@ -48,7 +48,10 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Diagnostics:
-  """Sums, minima and maxima by name; `merge` combines two of them."""
+  """Sums, minima and maxima over tokens, by name.
+
+  `merge` combines the diagnostics of two sets of tokens.
+  """
 
   sums: dict[str, Array]
   minima: dict[str, Array]
@@ -288,10 +291,10 @@ def mismatch(
     mismatch/ess                          (sum k)^2 / (n sum k^2)
 
   The product of k over a long row overflows in every dtype, so the logarithm of
-  the product is measured. k itself would overflow if log k > 60, for a token
-  that the sampler could not have drawn. There k, k3 and ess are computed with
-  log k = 60, which still shows a reader that something is wrong. All metrics
-  are 0 if the loss mask is false everywhere.
+  the product is measured. If log k of a token is above 60, then k, k3 and ess
+  are computed with log k = 60, so that no sum over tokens overflows. (e^60 is
+  large enough to show in the metrics that something is wrong.) All metrics are
+  0 if the loss mask is false everywhere.
 
   Args:
     old_logprobs_BL: log pi_old of the tokens, by the trainer.
@@ -335,10 +338,12 @@ def mismatch_of_segments(
 ) -> dict[str, Array]:
   """Returns scalar metrics of k = pi_old / mu for turns and trajectories.
 
-  The k of a segment is the geometric mean (mean) or the product (sum) of the k
-  of its tokens, which `mismatch` defines, before any truncation:
+  `mismatch` defines the k of a token. The k of a segment is the geometric mean
+  ('mean') or the product ('sum') of the k of its tokens. The metrics are the
+  mean and the maximum of the segments' k over policy tokens, before any
+  truncation:
 
-    mismatch/{turn,sequence}/{mean,sum}/weight_raw_mean  over policy tokens
+    mismatch/{turn,sequence}/{mean,sum}/weight_raw_mean
     mismatch/{turn,sequence}/{mean,sum}/weight_raw_max
 
   If log k is above 60, k is computed with log k = 60. All metrics are 0 if the
@@ -386,7 +391,7 @@ def weights_of_segments(
 
 
 def _percentile_99(x_BL: Array, mask_BL: Array) -> Array:
-  """Returns the smallest x that 99% of x do not exceed; 0 for an empty mask."""
+  """Returns the 99th percentile of x over the mask; 0 for an empty mask."""
   # Off the mask x is replaced by inf, which is sorted behind the selected x.
   ordered = jnp.sort(jnp.where(mask_BL, x_BL, jnp.inf), axis=None)
   count = jnp.sum(mask_BL)

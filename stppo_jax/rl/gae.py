@@ -124,7 +124,8 @@ def by_turn(
   """Sums the rewards of each turn.
 
   Returns:
-    The sums [B, T], a mask [B, T] of the turns that exist, and the segments.
+    The sums [B, T], a mask [B, T] of the turns that exist, and the turns as
+    `Segments`.
   """
   turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
   starts_BL = segments_lib.segment_starts(turns)
@@ -180,12 +181,12 @@ def bilevel_gae(
   gamma_turn: Array | float,
   lambda_turn: Array | float,
 ) -> Array:
-  """Returns GAE within each turn, with rewards from GAE over the turns.
+  """Returns GAE over the tokens of each turn, after GAE over the turns.
 
-  GAE over the turns gives each turn an advantage. The advantage plus the value
-  at the turn's first token is the reward of the turn's last token, and the
+  GAE over the turns gives each turn an advantage. This advantage plus the value
+  at the turn's first token becomes the reward of the turn's last token. The
   other tokens have no reward. `advantages.gae_estimator` has the equations. The
-  advantages stand at the policy tokens.
+  result has an advantage at each policy token.
   """
   starts_BL = turn_starts(batch)
   turn_advantages_BL = gae(

@@ -13,12 +13,13 @@ of one row the advantage is 0, which is our choice: verl and verl-agent give
 such a row its raw reward. All of this also holds for `turn_advantages`, whose
 estimators compare turns.
 
-The compared numbers form a vector, with one number per trajectory or one per
-turn of all trajectories. In functions that serve both, this vector and the
-square matrix of its pairs have no shape suffix. With matrices there is no
-scatter and no sorting, and on a mesh every device compares its own rows with
-all rows. A compiler for accelerators fuses each matrix into the sum over it. On
-CPU the matrices take 5 bytes per pair.
+The compared numbers form a vector, which has one number per trajectory, or one
+number per turn of every trajectory. A square matrix has an entry for each pair
+of numbers. In functions for both kinds of vectors, vector and matrix have no
+shape suffix. With matrices there is no scatter and no sorting, and on a mesh
+every device compares its own rows with all rows. A compiler for accelerators
+fuses each matrix into the sum over it. On CPU the matrices take 5 bytes per
+pair.
 
 Every token of a row has an advantage, observations and padding included,
 because whitening may be over observation tokens.
@@ -38,7 +39,8 @@ Array = jax.Array
 def rows(x_BL, batch):
   """Returns the sum of x over each row's loss mask, and a mask of pairs.
 
-  The mask [B, B] is true for two rows of one question that are not absent.
+  The mask [B, B] is true where both rows belong to the same question and have a
+  token in the loss mask.
   """
   mask_BL = batch.loss_mask_BL
   total_B, _ = masking.masked_total(x_BL, mask_BL, axis=1)

@@ -44,7 +44,7 @@ def _k3(x_BL):
   return jnp.expm1(-x_BL) + x_BL
 
 
-K3_LIMIT = 10.0  # nats, as in verl
+K3_LIMIT = 10.0  # in nats; verl has the same limit
 
 
 def _k3_clamped(x_BL):

@@ -96,7 +96,7 @@ class LossContext:
   def mean(self, x_BL: Array, level: str) -> Array:
     """Returns for every token its segment's mean of x; 0 off the mask."""
     x_BL = masking.select(x_BL, self.mask_BL)
-    if level == 'token':  # the segment is the token alone
+    if level == 'token':  # each token is its own segment
       return x_BL
     return segments_lib.segment_means(x_BL, self.segments(level))
 

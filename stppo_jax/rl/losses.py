@@ -45,7 +45,7 @@ class Statistics(typing.NamedTuple):
     normalize: the numbers that the normalisation reads, or ().
     bounds: the numbers that the bounds read, or ().
     objective: the numbers that the objective reads, or ().
-    corrections: by name, the numbers that each correction reads, or ().
+    corrections: for each correction's name, the numbers that it reads, or ().
   """
 
   normalize: typing.Any
@@ -92,7 +92,7 @@ class PolicyLoss:
 def _context(
   algorithm, logprobs_BL, entropy_BL, batch, statistics, num_turns
 ) -> tuple[loss_context_lib.LossContext, Array]:
-  """Returns a `LossContext`, and the normalisation's factors of policy terms.
+  """Returns a `LossContext`, and the normalisation's factor of each term.
 
   The argument `statistics` holds the minibatch statistics of the normalisation
   only.
@@ -333,7 +333,7 @@ class ValueLoss(typing.NamedTuple):
   Attributes:
     total: the sum of the terms.
     count: the number of tokens at which the value model is trained.
-    clipped: the number of these tokens whose clipped distance was larger.
+    clipped: the number of these tokens at which clipping V enlarges the term.
   """
 
   total: Array
@@ -366,7 +366,7 @@ def value_loss(
     clip: c, the greatest trusted distance from the old value.
     weights_BL: multiplier of the terms, `PolicyLoss.value_weights_BL`. The
       count does not depend on it. With None all weights are 1.
-    bounds: the smallest and the largest value and target, or None.
+    bounds: (low, high), the range of the values and the targets, or None.
   """
   chex.assert_equal_shape([values_BL, old_values_BL, returns_BL, value_mask_BL])
   values_BL = masking.select(values_BL, value_mask_BL)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 Array = jax.Array
 
-WHITEN_EPSILON = 1e-8  # `whiten` adds it to the variance
+WHITEN_EPSILON = 1e-8  # added to the variance by `whiten`
 
 
 def select(x_BL: Array, mask_BL: Array) -> Array:
@@ -107,7 +107,7 @@ def pairs_of(ids: Array, present: Array) -> Array:
 
 
 def differences(x: Array, pairs: Array) -> tuple[Array, Array]:
-  """Returns for each i the sum of x_i - x_j over the group, and its size."""
+  """Returns for each i the sum over its group of x_i - x_j, and group sizes."""
   total = jnp.sum(select(x[:, None] - x[None, :], pairs), axis=1)
   return total, jnp.sum(pairs, axis=1, dtype=x.dtype)
 

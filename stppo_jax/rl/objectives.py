@@ -118,7 +118,10 @@ def soft_gate(
 
 @options_lib.dataclass
 class Quadratic(options_lib.Named):
-  """Options of `quadratic`; threshold: sign(A) (pi - pi_old) at gradient 0."""
+  """Options of `quadratic`.
+
+  The gradient is 0 where pi has moved by `threshold` in the direction of A.
+  """
 
   threshold: float = options_lib.number(above=0.0)
 
@@ -209,7 +212,7 @@ def tapered(
 
 @options_lib.dataclass
 class GammaWeighted(options_lib.Named):
-  """Options of `gamma_weighted`: k and lambda where A >= 0, and where A < 0."""
+  """Options of `gamma_weighted`: power k and decay lambda, by the sign of A."""
 
   power_positive: float = options_lib.number()
   decay_positive: float = options_lib.number(above=0.0)
@@ -312,7 +315,7 @@ def _kl_cov_statistics(context, low, high, *, share, coefficient):
 
 @options_lib.dataclass
 class PositiveExamples(options_lib.Named):
-  """Options of `positive_examples`; `least`: the least outcome to imitate."""
+  """Options of `positive_examples`; least: the lowest imitated outcome."""
 
   coefficient: float = options_lib.number()
   least: float = options_lib.number()
@@ -352,7 +355,7 @@ def _imitated(context, least):
 
 
 def _trusted(ratio_BL, advantages_BL, low, high):
-  """Returns the ratio, or a bound at each cut token, and a mask of the cuts."""
+  """Returns the ratio, with a bound at cut tokens, and a mask of cut tokens."""
   above_BL = (ratio_BL > high) & (advantages_BL > 0)
   below_BL = (ratio_BL < low) & (advantages_BL < 0)
   # These selections have the same value as max and clip. If the ratio lies

@@ -80,8 +80,8 @@ class Choice(typing.NamedTuple):
       microbatch.
     needs_statistics: function of the options that returns whether `function`
       needs the statistics under these options.
-    arrays: the names of the batch arrays that `function` reads, but not every
-      loss.
+    arrays: the names of the batch arrays that `function` reads, apart from the
+      arrays that every loss reads.
     metrics: the names of the metrics whose numbers `function` uses. These
       metrics must be finite.
   """
@@ -173,7 +173,7 @@ def number(
     value = float(value)
     high_enough = value >= 0 if above is None else value > above
     finite = infinite or math.isfinite(value)
-    return high_enough and value <= at_most and finite  # NaN is in no interval
+    return high_enough and value <= at_most and finite  # false for NaN
 
   kind = 'a number' if infinite else 'a finite number'
   least = '>= 0' if above is None else f'> {above:g}'
@@ -183,7 +183,10 @@ def number(
 
 
 def count() -> Any:
-  """Returns a field for a static integer; each value compiles a program."""
+  """Returns a field that holds a static integer, 0 or greater.
+
+  Every new value compiles the program anew.
+  """
   is_integer = lambda x: isinstance(x, int) and not isinstance(x, bool)
   holds = lambda value: is_integer(value) and value >= 0
   return _static(OptionRule(holds, 'an integer >= 0', int))
@@ -229,7 +232,7 @@ def _chosen(section: Section, values: Any) -> type[Options]:
 def _entries(
   section: Section, cls: type[Options]
 ) -> dict[str, OptionRule | Section]:
-  """Maps every option of a class to its rule or, if nested, its section."""
+  """Maps every option of a class to its rule, or to its section of options."""
   fields = dataclasses.fields(typing.cast(Any, cls))
   entries: dict[str, Any] = {x.name: x.metadata.get('rule') for x in fields}
   if isinstance(section, Mapping):

@@ -48,7 +48,7 @@ from stppo_jax.rl import segments as segments_lib
 Array = jax.Array
 sg = jax.lax.stop_gradient
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: large, and its square is finite
+LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8, whose square does not overflow
 
 # We chose these two numbers. The scale s_k (see the module's docstring) is
 # clipped to [1 / GUARD_LIMIT, GUARD_LIMIT]. If the spread of a turn's
@@ -194,7 +194,7 @@ def level_log_ratio(
     The log-ratios [B, L], 0 off the mask, so that the ratio is 1 there.
   """
   chex.assert_equal_shape([log_ratio_BL, batch.loss_mask_BL])
-  if level == 'token':  # a segment of one token is its own mean and sum
+  if level == 'token':  # each token is its own segment
     return log_ratio_BL
   segments = segments_lib.level_segments(level, batch, num_turns=num_turns)
   shared_BL = REDUCES[reduce](log_ratio_BL, segments)

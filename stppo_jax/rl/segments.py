@@ -95,7 +95,7 @@ def _totals_unrolled(x_BL, ids_BL, num_segments):
 
 def _spread_unrolled(x_BT, ids_BL, num_segments):
   out_BL = jnp.zeros(ids_BL.shape, x_BT.dtype)
-  columns = jnp.split(x_BT, num_segments, axis=1)  # slices need no gather
+  columns = jnp.split(x_BT, num_segments, axis=1)  # slices, not a gather
   for own_BL, x_B1 in zip(_columns(ids_BL, num_segments), columns, strict=True):
     out_BL = jnp.where(own_BL, jnp.broadcast_to(x_B1, ids_BL.shape), out_BL)
   return out_BL
@@ -129,7 +129,7 @@ def _totals_segment_sum(x_BL, ids_BL, num_segments):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _spread_segment_sum(x_BT, ids_BL, num_segments):
-  padded = jnp.pad(x_BT, ((0, 0), (1, 0)))  # tokens in no segment read 0
+  padded = jnp.pad(x_BT, ((0, 0), (1, 0)))  # column 0: tokens in no segment
   return jnp.take_along_axis(
     padded,
     _ids_in_range(ids_BL, num_segments),

@@ -88,21 +88,20 @@ def turn_leave_one_out(
     A_k = G_k - mean of G_k over the other rows of the group that have a turn k
     G_k = r_k + gamma G_{k+1}
 
-  If no other row has a turn k, the baseline is the mean at the latest turn that
-  another row has. So the baseline b of a row depends on the other rows only,
-  and every turn of the row has one. Therefore the gradient is unbiased:
-  E[b grad log pi(turn k)] = E[b] E[grad log pi(turn k)] = 0, also if the
-  policy chooses in turn k whether there is a turn k + 1. In this case
-  `turn_group`, which has no turn baseline in a row's last turn, is biased;
-  docs/turn_baselines.md derives by how much. gamma is the discount per turn.
+  If no other row has a turn k, the baseline of turn k - 1 is used again. So
+  every turn has a baseline b, which depends on the other rows only. Therefore
+  the gradient is unbiased: E[b grad log pi(turn k)] =
+  E[b] E[grad log pi(turn k)] = 0, also if the policy chooses in turn k whether
+  there is a turn k + 1. `turn_group` has no turn baseline in a row's last turn,
+  so it is biased in this case; docs/turn_baselines.md derives by how much.
   """
   rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
   to_go_BT = gae_lib.rewards_to_go(rewards_BT, present_BT, gamma)
   _, pairs_BB = group_advantages.rows(rewards_BL, batch)
   others_BB = pairs_BB & ~jnp.eye(len(pairs_BB), dtype=bool)
 
-  # The scan goes through the turns in order. If no other row has a turn, the
-  # row keeps the baseline of the turn before.
+  # The scan goes through the turns in order. If no other row has the turn, the
+  # row keeps its baseline of the turn before.
   def following(carry, turn):
     baseline_B, known_B = carry
     to_go_B, present_B = turn
@@ -150,7 +149,7 @@ def turn_index(
     A_k = z(outcome)                                 in the row's last turn
     D_k = z(r_k) + gamma D_{k+1}
 
-  n_k is the number of z that D_k sums. z normalises as in `group_normalized`:
+  n_k is the number of terms z in D_k. z normalises as in `group_normalized`:
   outcomes over the group, and r_k over the turns k of the group that are not
   the last turn of their row. Like `turn_group`, the estimator is biased if the
   policy chooses when to stop.
@@ -189,7 +188,7 @@ def turn_z(
   return gae_lib.turns_to_tokens(z_BT, batch)
 
 
-_EPSILON = 1e-6  # as in A2TGPO
+_EPSILON = 1e-6  # added to the standard deviation, as in A2TGPO
 
 
 def _turn_z(rewards_BL, batch, epsilon, num_turns):
@@ -207,7 +206,8 @@ def _turn_z(rewards_BL, batch, epsilon, num_turns):
   return masking.select(z_TB.T, after_BT > 0), after_BT
 
 
-# 'joint' normalises last turns and other turns together, 'separate' apart.
+# 'joint' normalises the rewards of last turns and of other turns together,
+# 'separate' normalises them separately.
 POOLS = ('joint', 'separate')
 
 
@@ -245,8 +245,8 @@ def turn_pooled(
   Args:
     rewards_BL: the outcome, and the rewards of turns.
     batch: masks, turn ids and group ids.
-    pool: z is over all rewards ('joint', as in the paper), or over last turns
-      and other turns apart ('separate', as in the authors' script).
+    pool: z normalises all rewards together ('joint', as in the paper), or last
+      turns and other turns separately ('separate', as in the authors' script).
     gamma: discount per turn with a reward.
     epsilon: added to the standard deviation.
     num_turns: static, the most turns a row can have.
@@ -314,7 +314,7 @@ def gigpo(
   compared over the group. G, the reward-to-go of a turn, is compared over all
   turns of the question, also in one row, that have the same state id and whose
   h preceding turns have the same state ids. The sums are over the h from 0 to
-  `history` with N_h(G) other than 0.
+  `history`, without any h at which N_h(G) is 0.
 
   Sources: arXiv 2505.10978, without a history; its code has omega 1, gamma 0.95
   and epsilon 1e-6. HGPO, arXiv 2602.22817, has a history of 2 or 4, power 1 and
@@ -355,7 +355,7 @@ def gigpo(
 
   def compare(carry, before):
     pairs, total, weights = carry
-    # A pair of turns stays if the two turns before are also a pair.
+    # A pair of turns stays a pair if the turns before the two are a pair, too.
     shifted = pairs.reshape(*present_BT.shape, *present_BT.shape)
     shifted = shifted[:, :-1, :, :-1]
     shifted = jnp.pad(shifted, ((0, 0), (1, 0), (0, 0), (1, 0)))
