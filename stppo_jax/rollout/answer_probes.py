@@ -1,11 +1,12 @@
-"""Measures how likely the golden answer is after each observation.
+"""Measures how likely the golden answer is before each turn.
 
-B trajectories, L tokens, T turns. A probe is a dialogue up to one of its
-observations, followed by `<answer>` and the golden answer. The mean
+B trajectories, L tokens, T turns. A probe is the part of a dialogue before one
+of its turns, followed by `<answer>` and the golden answer. The mean
 log-probability of the answer's tokens says how well the policy can answer from
-the tokens that it has read. The increase of the likelihood at an observation is
-the information gain of the turn: IGPO, arXiv 2510.14967. It is our choice to
-ask only for the first golden answer, after the tag and a space.
+the tokens that it has read. The increase of the likelihood by the observation
+of a turn is the information gain of the turn: IGPO, arXiv 2510.14967. We make
+two choices. A probe has only the first golden answer, and a space stands
+between the tag and the answer.
 """
 
 from collections.abc import Sequence
@@ -28,10 +29,10 @@ def build(
   num_turns: int,
   max_length: int,
 ) -> list[types.Trajectory]:
-  """Returns T probes of each trajectory, one before each of turns 1, ..., T.
+  """Returns T probes of each trajectory; probe k asks before turn k.
 
-  A probe is empty if the trajectory has no such turn or failed, if the answer
-  would exceed `max_length`, or if there is no golden answer.
+  Probe k is empty if the trajectory has no turn k or failed, if the probe would
+  be longer than `max_length`, or if there is no golden answer.
 
   Args:
     trajectories: dialogues of the search environment.
@@ -57,8 +58,8 @@ def build(
       probes.append(
         _dialogue(
           trajectory.question,
-          # If the probe does not exist, it is an empty row: all trajectories
-          # have T probes, so that results can have the shape [B, T].
+          # A missing probe becomes an empty row. So each trajectory has T
+          # probes, and results can have the shape [B, T].
           np.concatenate([read, opening]) if exists else read[:0],
           [answer] if exists else [],
         )

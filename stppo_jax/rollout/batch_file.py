@@ -15,7 +15,9 @@ _MAX_UNPACKED = 4 << 30
 
 
 def read(file: BinaryIO, names: Iterable[str]) -> dict[str, np.ndarray]:
-  """Returns the arrays of an open npz file that are named in `names`.
+  """Returns the named arrays of an open npz file.
+
+  Names that the file does not have are left out.
 
   Raises:
     ValueError: if the file is not an npz file, is damaged, or takes too much
@@ -26,7 +28,7 @@ def read(file: BinaryIO, names: Iterable[str]) -> dict[str, np.ndarray]:
   file.seek(0)
   try:
     archive = np.load(file, allow_pickle=False)
-  except Exception as error:  # numpy raises many kinds for a damaged file
+  except Exception as error:  # numpy raises exceptions of many classes
     raise ValueError('not a sound npz file: cut off or damaged') from error
   present = [name for name in names if name in archive.files]
   files = {name for array in present for name in (array, f'{array}.npy')}
@@ -55,9 +57,9 @@ def _member(archive, name: str) -> np.ndarray:
   problem = f'not a sound npz file: {name} is damaged, or no array of numbers'
   try:
     array = archive[name]
-  except Exception as error:  # numpy raises many kinds for a damaged file
+  except Exception as error:  # numpy raises exceptions of many classes
     raise ValueError(problem) from error
-  if not isinstance(array, np.ndarray):  # numpy returns other members as bytes
+  if not isinstance(array, np.ndarray):  # numpy returns bytes of other members
     raise ValueError(problem)
   return array
 

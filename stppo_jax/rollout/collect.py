@@ -141,7 +141,7 @@ class Collector:
   The first such error is logged with its traceback.
 
   Args:
-    engine: generates the policy's turns. Its weights have been published.
+    engine: generates the policy's turns. It must already have the weights.
     environment: makes prompts, observations and rewards.
     tokenizer: the policy's tokenizer.
     loop: the event loop that runs the environment's coroutines.
@@ -235,13 +235,13 @@ class Collector:
     for episode in episodes:
       try:
         episode.close()
-      except Exception as error:  # no trajectory depends on closing
+      except Exception as error:  # no trajectory needs a closed episode
         _log.warning(
           'an episode could not be closed: %s: %s', type(error).__name__, error
         )
 
   def _answered(self, pending: _Pending) -> list[concurrent.futures.Future]:
-    """Returns answered turns' futures; waits for one if the engine is idle."""
+    """Returns the futures of answered turns; waits if the engine is idle."""
     if not self._engine.busy:
       done, waiting = concurrent.futures.wait(
         pending, return_when=concurrent.futures.FIRST_COMPLETED
@@ -314,7 +314,7 @@ class Collector:
     ]
 
   def _neutral(self, question: types.Question) -> types.Question:
-    """Returns the question with texts that spell no added token."""
+    """Returns the question with texts that are not read as added tokens."""
     clean = self._tokenizer.neutralise
     options = {key: clean(text) for key, text in question.options.items()}
     return dataclasses.replace(
@@ -338,7 +338,7 @@ class Collector:
       else:
         row.status = Status.TRUNCATED_LENGTH
     elif row.status is not Status.INFRA_ERROR:
-      # The turn may be invalid only because its end did not fit.
+      # If an invalid turn has filled the row, its end may just be cut off.
       out_of_room = not turn.stopped and not remaining
       if step.action == protocol.INVALID and out_of_room:
         row.status = Status.TRUNCATED_LENGTH

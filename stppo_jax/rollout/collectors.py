@@ -1,9 +1,9 @@
 """Lets some hosts only collect while others learn (`mesh.collectors`).
 
-A host that only collects works like the collecting side of any run, see
-`prefetch`, but its weights come over the network (`follow`). On the hosts that
-learn, `Collectors` takes the place of the prefetcher. A host that learns sends
-these messages:
+A host that only collects has a prefetcher, as other hosts have (see
+`prefetch`), but receives the weights over the network (`follow`). On the hosts
+that learn, `Collectors` takes the place of the prefetcher. A host that learns
+sends these messages:
 
     {"base": ...}                the frozen weights under adapters, at first
     {"weights": 7, ...}          the policy after 7 steps
@@ -15,7 +15,7 @@ complete. They collect a step only when the weights from `steps_ahead` steps
 before that step have arrived, which bounds the number of steps that wait to be
 trained on. Each host that learns gets the dialogues of the questions that it
 would collect itself if no host only collected. So the batches do not depend on
-the hosts that collect.
+the number of hosts that collect.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,9 +58,9 @@ class Collectors(prefetch.Policies):
       that they have collected.
     copy_policy, steps_ahead, old_is_sampled, swaps_turns: see
       `prefetch.Policies`.
-    exported: returns copies of the weights of a policy that an engine needs, in
-      the dtype of the computation: the trained weights and, if its second
-      argument is true, the frozen weights.
+    exported: function of a policy's weights and a bool. It returns copies of
+      the trained weights and, if the bool is true, of the frozen weights, in
+      the dtype in which an engine computes.
     hosts: the hosts that learn.
     environment: computes the metrics of trajectories.
     questions: the evaluation questions by data set.
@@ -147,7 +147,7 @@ class Collectors(prefetch.Policies):
   def complete_metrics(
     self, metrics: dict[str, float], step: int
   ) -> dict[str, float]:
-    """Returns the metrics of a step; on the first host, over all hosts."""
+    """Returns a step's metrics; on the first host, the metrics of all hosts."""
     return steps_lib.measured(
       self._hosts, self._first_groups, metrics, step, self._environment
     )
@@ -292,7 +292,8 @@ def follow(
     delivery: sends failures and evaluations to the hosts that learn.
     evaluate: evaluates a policy.
     joined: returns a policy made of trained and frozen weights.
-    steps_ahead: the number of steps by which a policy may lag behind its step.
+    steps_ahead: the number of steps by which a policy may lag behind the step
+      that it collects.
   """
   policies: dict[int, prefetch.Params] = {}
   base: Tree = {}
@@ -319,7 +320,7 @@ def follow(
         older = range(1, steps_ahead + 1)
         prefetcher.restore(step, [policies[max(0, step - n)] for n in older])
       prefetcher.schedule(step, policies[step])
-      policies = {step: policies[step]}  # the prefetcher has older policies
+      policies = {step: policies[step]}  # the prefetcher keeps older policies
       try:
         prefetcher.result(step)
       except Exception as error:

@@ -115,9 +115,9 @@ def pack(
 
 
 def _stacked(column: Sequence[Any], shape: tuple[int, int]) -> Any:
-  """Returns arrays of different lengths as one array, padded with 0.
+  """Returns the arrays of all trajectories as one array, padded with 0.
 
-  If the column consists of None, the result is None.
+  If the arrays are None, the result is None.
   """
   if column[0] is None:
     return None
@@ -162,8 +162,8 @@ def loss_positions(loss_mask_BL: np.ndarray, most: int = 0) -> np.ndarray:
 
   Args:
     loss_mask_BL: the tokens that are trained on.
-    most: the largest number of such tokens in a row of any host; it may be 0 if
-      there are no other hosts.
+    most: the largest number of such tokens in a row of any host. It may be 0 if
+      there are no other hosts, because the rows of the mask are counted anyway.
   """
   length = loss_mask_BL.shape[1]
   counts_B = loss_mask_BL.sum(axis=1)
@@ -306,7 +306,7 @@ def unit(bucket: int, *, max_length: int) -> int:
   `MAX_LENGTHS` batch lengths.
 
   Args:
-    bucket: the number of tokens of `rollout.length_bucket`.
+    bucket: a number of tokens, `rollout.length_bucket`.
     max_length: the number of tokens of the longest trajectory.
   """
   return -(-max_length // (MAX_LENGTHS * bucket)) * bucket

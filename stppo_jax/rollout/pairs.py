@@ -14,8 +14,8 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.rollout import batch_file
 from stppo_jax.rollout import pack
 
-# For each needed field of a `TokenBatch`: the name of its contents in messages,
-# and the allowed kinds of its dtype.
+# For each needed field of a `TokenBatch`: the words for its values in messages,
+# and the letters of the numpy dtype kinds that the field may have.
 _NEEDED = {
   'tokens_BL': ('integers', 'iu'),
   'loss_mask_BL': ('booleans, or 0 and 1', 'biu'),

@@ -63,8 +63,8 @@ class Collected:
   Attributes:
     trajectories: the trajectories to train on, group after group.
     metrics: the metrics of the collection.
-    seconds: the duration of the collection on each host that the caller reports
-      on. A collection during an update counts in full.
+    seconds: the duration of the collection on each host whose collection this
+      host reports. Time in which an update ran counts, too.
   """
 
   trajectories: Trajectories
@@ -136,11 +136,11 @@ class Policies:
   Args:
     copy_policy: copies the policy's weights, because the next update consumes
       the state while collections still need the weights.
-    steps_ahead: the number of steps by which a policy may lag behind its step,
-      k above.
-    old_is_sampled: with steps ahead, whether the denominator of a step's ratios
-      is the policy that collected the step, and not the policy before its
-      updates.
+    steps_ahead: k, the number of steps by which a policy may lag behind the
+      step that it collects.
+    old_is_sampled: whether the denominator of a step's ratios is the policy
+      that collected the step. If it is false, the denominator is the policy
+      before the step's updates. Without steps ahead the two are the same.
     swaps_turns: whether turns begin with the newest policy.
   """
 
@@ -193,10 +193,10 @@ class Policies:
   def older_policies(self, step: int) -> tuple[Params, ...]:
     """Returns the weights of policies that may have written turns of a step.
 
-    The first is the policy of one step before, the second is the policy of two
-    steps before, and so on. The denominator of a turn's ratio is the policy
-    that wrote the turn. If the result is empty, the denominator of all turns is
-    `old_policy`.
+    The first is the policy after `step` - 1 steps, the second is the policy
+    after `step` - 2 steps, and so on. The denominator of a turn's ratio is the
+    policy that wrote the turn. If the result is empty, the denominator of all
+    ratios is `old_policy`.
     """
     if self._old_is_sampled and self._swaps_turns:
       return self.published(step, self._policies[step])
@@ -214,7 +214,7 @@ class Policies:
 
 
 class Prefetcher(Policies):
-  """Collects every step with the policy of `steps_ahead` steps before.
+  """Collects step n with the policy after n - `steps_ahead` steps.
 
   A worker thread publishes each policy before it collects. Without a worker
   thread, or with `turns`, `schedule` publishes the policies.

@@ -1,4 +1,4 @@
-"""Collects a step: waits out outages, refills failed rows, replaces groups.
+"""Collects a step: repeats after outages, refills failed rows, replaces groups.
 
 A trajectory that failed because of the infrastructure has no weight in the
 update. With `rollout.refill_rounds` it is collected again with the same keys.
@@ -101,8 +101,8 @@ def collect_until_valid(
     collect_once: returns the same trajectories in every call, apart from
       failures.
     services: the retriever and its event loop.
-    min_valid_fraction: the least share that must not have failed, of the
-      trajectories and of the turns of each action.
+    min_valid_fraction: the least share of the trajectories that must succeed,
+      and the least share of the turns of each action that must succeed.
     what: the name of the collection, with which log lines begin.
 
   Raises:
@@ -221,9 +221,9 @@ class StepCollector:
   def _replace_groups(
     self, groups: Groups, step: int, *, refilled: int
   ) -> dict[str, float]:
-    """Replaces groups without variance, in place, and returns counts.
+    """Replaces groups whose rewards are equal, in place, and returns counts.
 
-    `refilled` is the number of rows that were refilled before.
+    `refilled` is the number of rows that were refilled in round 0.
     """
     places = [n for n, g in enumerate(groups) if _lacks_variance(g)]
     rounds = replaced = 0
