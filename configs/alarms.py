@@ -9,7 +9,7 @@ from typing import Any
 
 
 def section() -> dict[str, Any]:
-  """Returns the section: a threshold for each alarm, and the OPTIONS."""
+  """Returns the section: the alarms' thresholds, and when alarms end a run."""
   return {
     # The largest share of repeated text: the share of policy tokens that end a
     # sequence of four tokens which occurred earlier in the same turn.
@@ -18,7 +18,8 @@ def section() -> dict[str, Any]:
     'turn_ratio': 5.0,  # the largest ratio of a turn
     'zero_variance': 0.9,  # the largest share of groups without variance
     'explained_variance': -0.5,  # the least explained variance of the values
-    # The largest share of searches that find nothing, of ten or more.
+    # The largest share of searches that find nothing, if a step has ten
+    # searches or more.
     'empty_answers': 0.99,
     'finish_ratio': 0.2,  # the least share of trajectories with an answer
     'search_rate': 0.05,  # the least number of searches per trajectory

@@ -67,18 +67,18 @@ _TOKEN_PPO = {
     'mis': {
       'level': 'token',  # the level of k: token | turn | sequence
       'reduce': 'sum',  # k is a geometric mean (mean) or a product (sum)
-      'cap': 2.0,  # the factor is 0 if k is larger
+      'cap': 2.0,  # above this k the factor is 0
     },
     'icepop': {
       'level': 'token',  # the level of k: token | turn | sequence
       'reduce': 'sum',  # k is a geometric mean (mean) or a product (sum)
-      'least': 0.5,  # the factor is 0 if k is smaller
-      'most': 5.0,  # the factor is 0 if k is larger
+      'least': 0.5,  # below this k the factor is 0
+      'most': 5.0,  # above this k the factor is 0
     },
     'geo_rs': {
       'level': 'sequence',  # the level of k: token | turn | sequence
       'reduce': 'mean',  # k is a geometric mean (mean) or a product (sum)
-      'band': 0.001,  # the factor is 0 if log k is farther from 0
+      'band': 0.001,  # above this |log k| the factor is 0
     },
   },
   'aggregate': defaults.choice('aggregate', 'token_mean'),
@@ -297,8 +297,8 @@ ALGORITHMS = {
   ),
 }
 
-# Algorithm -> config keys outside the section `algorithm` that it changes, and
-# their values. Algorithms whose advantages compare trajectories need groups.
+# Maps an algorithm to the values of config keys outside the section `algorithm`
+# that it changes. Algorithms whose advantages compare trajectories need groups.
 CHANGES: dict[str, dict[str, float]] = {
   name: {'rollout.group_size': 8}
   for name, algorithm in ALGORITHMS.items()

@@ -43,8 +43,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'seed': 0,  # the seed of questions, sampling, shuffles and new weights
       # The number of steps. A step is one collection with its updates.
       'num_steps': 100,
-      # The name of the run in plots, where its seed follows. Commands put the
-      # name of the config file before the title.
+      # The name of the run in plots, which show the seed after the title.
+      # Commands put the name of the config file before the title.
       'title': algorithm,
       'algorithm': copy.deepcopy(algorithms.ALGORITHMS[algorithm]),
       # The folder of another run of `train`. This run then starts from the
@@ -59,14 +59,15 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'fsdp': 1,  # shards batches and weights
         'expert': 1,  # shards batches and weights; an expert stays whole
         'tensor': 1,  # shards weights within a layer
-        # The share of each host's devices that only collect. The other devices
-        # form the mesh, and learn at the same time. It needs
-        # rollout.steps_ahead > 0, and is rounded to whole devices. 0 = all
-        # devices collect and learn.
+        # The share of each host's devices that only collect, rounded to whole
+        # devices. The other devices form the mesh, and learn at the same time.
+        # A share above 0 needs rollout.steps_ahead > 0. 0 = all devices collect
+        # and learn.
         'collect_fraction': 0.0,
         # The number of hosts that only collect: the last hosts of the run. The
         # devices of the other hosts form the mesh, and learn at the same time.
-        # It needs rollout.steps_ahead > 0. 0 = all hosts collect and learn.
+        # A number above 0 needs rollout.steps_ahead > 0. 0 = all hosts collect
+        # and learn.
         'collectors': 0,
       },
       'data': {
@@ -121,8 +122,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The number of turns that may get an observation. One more turn may
         # follow, which can only give the answer.
         'max_turns': 4,
-        'max_turn_tokens': 500,  # the longest turn
-        'max_observation_tokens': 500,  # longer observations are cut
+        'max_turn_tokens': 500,  # the most tokens of a turn
+        'max_observation_tokens': 500,  # longer observations are cut off
         # The longest trajectory (prompt, turns and observations), in tokens.
         'max_length': 4096,
         # A text file that contains {question}; '' = the built-in prompt.
@@ -152,10 +153,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           # If the passages of its search contain a golden answer, and no
           # passages of earlier searches did.
           'turn_first_found': 0.0,
-          # Times the gain in the probability of the first golden answer by what
-          # was read after the turn. The probabilities are those of the policy
+          # Times the rise of the first golden answer's probability by the
+          # observation after the turn. The probabilities come from the policy
           # that is about to be updated, also with rollout.steps_ahead. They
-          # cost up to max_turns + 1 forward passes of each trajectory, each
+          # cost up to max_turns + 1 forward passes for each trajectory, each
           # over all tokens so far.
           'information_gain': 0.0,
           # Rewards of env.name=textworld.
@@ -192,7 +193,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'gymnasium': {
           # module:function, a function that returns an environment.
           'make': '',
-          'timeout': 60.0,  # seconds per call of its methods
+          'timeout': 60.0,  # seconds per call of the environment's methods
         },
       },
       # How a question becomes the tokens of a prompt; see docs/prompts.md.
@@ -224,11 +225,11 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'retries': 4,  # attempts per query after the first
         # Seconds to wait for the server, at the start and in an outage.
         'ready_timeout': 60.0,
-        # If more than this share of the last 6 requests, and at least 3, found
-        # no server, all searches wait until it is ready, for at most
-        # ready_timeout seconds; 1 = never.
+        # If more than this share of the last 6 requests, and at least 3 of
+        # them, found no server, all searches wait until the server is ready,
+        # for at most ready_timeout seconds; 1 = never.
         'max_failure_rate': 0.5,
-        'max_queries_per_request': 64,  # more queries become several requests
+        'max_queries_per_request': 64,  # more queries are sent in more requests
       },
       'rollout': rollout.section(),
       'updates': {
@@ -291,10 +292,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # start in the middle, and learn by cross-entropy. () = values have no
         # bounds, and learn by the squared error.
         'value_range': (),
-        'value_clip': 0.5,  # the largest difference of a value from its old one
+        'value_clip': 0.5,  # how far a value may move from the old value
         # The weight of the value loss if model.value_backbone=shared.
         'value_coefficient': 0.5,
-        # The number of first steps, in which only the value model learns.
+        # The number of steps at the start in which only the value model learns.
         'value_warmup_steps': 0,
         # The value warm-up ends early once critic/vf_explained_var has not
         # risen for this many steps, even if it never was above 0; 0 = never.

@@ -17,9 +17,10 @@ DEFAULTS = {
     # Both distances are multiplied by n^-exponent, where n is the number of
     # policy tokens of the ratio's segment.
     'by_length': {'clip_low': 0.2, 'clip_high': 0.2, 'exponent': 0.5},
-    # Both distances are multiplied by 1 + strength (2 sigmoid(z) - 1), where z
-    # is the reward of a turn, normalised over the question's turns with the
-    # same number.
+    # Both distances are multiplied by 1 + strength (2 sigmoid(z) - 1). For turn
+    # k of a row, z is the reward of the turn, normalised over the turns k of
+    # the question's rows. A last turn has z = 0 and is left out of other turns'
+    # normalisation.
     'by_reward': {'clip_low': 3e-3, 'clip_high': 4e-3, 'strength': 0.3},
     # How far a token's probability may fall and rise.
     'total_variation': {'fall': 0.15, 'rise': 0.15},
@@ -134,7 +135,7 @@ DEFAULTS = {
     },
     'turn_pooled': {
       # Whether outcomes and rewards of turns are normalised together (joint) or
-      # apart (separate).
+      # separately (separate).
       'pool': 'joint',
       'gamma': 1.0,
       'epsilon': 1e-6,
@@ -159,7 +160,7 @@ DEFAULTS = {
   },
 }
 
-# Option -> the value with which runs behaved before the option existed.
+# Maps an option to the value with which runs behaved before it existed.
 BEFORE = {
   'advantage.critic_tokens': 'policy',
   'advantage.history': 0,

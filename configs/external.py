@@ -52,11 +52,13 @@ def tokenizer_exists(key: str, path) -> Iterator[str]:
 
 
 def adapter_options(config) -> Iterator[str]:
-  """Copies the options of the adapters that a run starts from to its config.
+  """Copies the options of the adapters at model.lora.path into a config.
+
+  Only options that have their defaults in the config are changed.
 
   Yields:
     An error if the adapters cannot be read or trained further, and an error for
-    each key to which the config gives another value.
+    each key whose value is neither its default nor the value of the adapters.
   """
   path = settings.flatten(config).get('model.lora.path', '')
   for folder in _here('model.lora.path', path, hub.local_folder):
@@ -88,7 +90,9 @@ def _here(
   place: str,
   local_folder: Callable[[str], pathlib.Path] = buckets.local_folder,
 ) -> Iterator[pathlib.Path | str]:
-  """Yields the folder that a key names, or an error; nothing for an empty key.
+  """Yields the local folder of the place that a key names, or an error line.
+
+  An empty key yields nothing.
 
   Raises:
     BucketError: the folder is in a bucket that may be in reach later.

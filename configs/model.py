@@ -44,19 +44,19 @@ def section() -> dict[str, Any]:
     'head_dim': 32,  # width of a head
     'rope_theta': 10000.0,  # base of the rotary frequencies
     'rms_norm_eps': 1e-6,  # added to the mean square in RMSNorm
-    'qkv_bias': True,  # biases of the query, key and value projections
-    # RMSNorm of the queries and keys of each head, as in Qwen3; needs
-    # qkv_bias=False.
+    'qkv_bias': True,  # whether query, key and value projections have biases
+    # Whether the queries and keys of each head get an RMSNorm, as in Qwen3.
+    # This needs qkv_bias=False.
     'qk_norm': False,
-    'tie_embeddings': True,  # input embeddings are the output weights too
+    'tie_embeddings': True,  # whether the output weights are the embeddings
     # The number of experts in place of the MLP, as in Qwen3-MoE; 0 = an MLP.
     'num_experts': 0,
     'num_experts_per_tok': 0,  # how many experts a token visits
     'moe_intermediate_size': 0,  # width of one expert
     # Whether the weights of the experts that a token visits sum to one.
     'norm_topk_prob': True,
-    # Training does not use it. It is written to the config.json of an exported
-    # model. The weight in our loss is loss.load_balance_coefficient.
+    # Written to the config.json of an exported model, but not used in training.
+    # The weight of our load-balance loss is loss.load_balance_coefficient.
     'router_aux_loss_coef': 0.001,
     # How experts are computed: auto | dense | grouped. dense: every expert
     # computes every token. grouped: tokens are sorted by expert. auto: dense on
@@ -83,8 +83,8 @@ def section() -> dict[str, Any]:
       # The ranks of some of these layers, such as ('down_proj$=8',): the
       # number behind the first expression that is found in a name.
       'rank_pattern': (),
-      'alpha_pattern': (),  # written like rank_pattern
-      'rslora': False,  # whether the scale is alpha / sqrt(rank) instead
+      'alpha_pattern': (),  # alphas of some layers, written like rank_pattern
+      'rslora': False,  # whether the scale is alpha / sqrt(rank)
     },
     # own: the value model has its own layers and its own optimiser. shared: the
     # value model is a head on the policy's layers, and both losses share one

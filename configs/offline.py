@@ -12,15 +12,15 @@ def sft() -> dict[str, Any]:
     # Whether `train` begins with `sft` if model.path is ''. The result is
     # kept in WORKDIR/start.
     'before_training': False,
-    'batch_size': 64,  # dialogues
+    'batch_size': 64,  # dialogues per step
     # A file of demonstrations, as `data demonstrate` prints them; '' = every
     # step makes demonstrations from the questions of the run.
     'demonstrations': '',
     'error_rate': 0.3,  # probability of an error at each decision
-    # For questions from files: if it is above 0, the answer of a demonstration
-    # quotes the beginning of a gold passage, with at most this many words. In
-    # steps without errors, words of a gold passage then replace about half of
-    # the questions, too. 0 = the answer is the golden answer. See
+    # For questions from files. If this number is above 0, the answer of a
+    # demonstration quotes the beginning of a gold passage, with at most this
+    # many words. In steps without errors, words of a gold passage then replace
+    # about half of the questions, too. 0 = the answer is the golden answer. See
     # docs/your_own_data.md.
     'quote_words': 0,
     # The number of first steps, which have questions of one hop and no errors.
@@ -28,7 +28,7 @@ def sft() -> dict[str, Any]:
     # The number of steps after clean_one_hop_steps that have questions of all
     # hops and no errors.
     'clean_steps': 0,
-    # The learning rate falls linearly to 0 in the second half.
+    # The learning rate falls linearly to 0 in the second half of the steps.
     'optimizer': optimizer.adam(
       learning_rate=2e-3, warmup_updates=50, b2=0.98, weight_decay=0.0
     ),

@@ -12,7 +12,7 @@ def adam(**changes: float) -> dict[str, Any]:
     # moment of each matrix of a layer, and makes the updates of these matrices
     # orthogonal; b1 and b2 do not apply to them.
     'name': 'adamw',
-    'learning_rate': 1e-6,  # after the warm-up
+    'learning_rate': 1e-6,  # the rate after the warm-up
     'warmup_updates': 0,  # updates in which the rate rises linearly from 0
     'b1': 0.9,  # decay of the mean of gradients
     'b2': 0.999,  # decay of the mean of squared gradients

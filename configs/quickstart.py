@@ -26,7 +26,8 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   if config.algorithm.advantage.name == 'gae':
     config.algorithm.advantage.lambda_ = 0.95
   if config.algorithm.aggregate.name == 'constant_length':
-    config.algorithm.aggregate.max_response_tokens = 64.0  # 4 turns of 16
+    # four turns of 16 tokens
+    config.algorithm.aggregate.max_response_tokens = 64.0
 
   config.model.path = str(_FOLDER.parent / 'assets' / 'quickstart')
   config.model.scan_unroll = 3

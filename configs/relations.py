@@ -21,7 +21,7 @@ def _refuse(*keys: str, when: Callable[..., object], because: str) -> Relation:
 
   Args:
     *keys: the keys. An error begins with the first key and its value.
-    when: a function of the values that returns whether they are refused.
+    when: a function that takes the values and returns whether to refuse them.
     because: the rest of the error, in which {1} is the value of the second key.
   """
 
@@ -84,7 +84,7 @@ def _family_exists(qkv_bias, qk_norm, experts, visited, width) -> Iterator[str]:
 def _kl_coefficient_stays_positive(
   controller, horizon, trajectories
 ) -> Iterator[str]:
-  """Checks that 1 - 0.2 trajectories / horizon, a step's factor, is above 0."""
+  """Checks that no step can make an adaptive KL coefficient 0 or negative."""
   if controller == 'adaptive' and horizon <= trajectories / 5:
     yield (
       f'algorithm.kl.horizon={horizon}: must be greater than '
@@ -95,8 +95,8 @@ def _kl_coefficient_stays_positive(
     )
 
 
-# The corrections by the ratio of trainer to sampler. This ratio contains the
-# staleness if the old policy is the current policy.
+# The corrections whose factors depend on k, the ratio of trainer to sampler.
+# With updates.old_policy=current, k contains the staleness.
 STALENESS_CORRECTIONS = ('tis', 'mis', 'icepop', 'geo_rs')
 
 

@@ -294,7 +294,8 @@ KEYS: Mapping[str, Key] = {
   'writer.trackers': _free(rules.TRACKERS, external.trackers_are_installed),
   'writer.trajectories': _free(rules.NOT_NEGATIVE),
 }
-# Removed key -> a hint about its replacement. No such key changed the results.
+# Maps a removed key to a hint about its replacement. No removed key changed the
+# results of runs.
 GONE = {
   'evaluate.batch_size': 'rollout.slots is also for evaluations',
   'rollout.cache_blocks': 'set the tokens of a page with rollout.page_size',
@@ -304,7 +305,7 @@ GONE = {
 
 
 def earlier() -> dict[str, Any]:
-  """Returns key to the value of runs whose records lack the key, as in JSON."""
+  """Maps each key that old records lack to the value that old runs had."""
   values = {
     name: key.before for name, key in KEYS.items() if key.before is not None
   }
@@ -312,7 +313,7 @@ def earlier() -> dict[str, Any]:
 
 
 def present(recorded: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the recorded config of an earlier version under present names."""
+  """Returns a recorded config with the present names, without removed keys."""
   names = {key.formerly: name for name, key in KEYS.items()}
   return {
     names.get(name, name): value
@@ -335,7 +336,7 @@ def check(config: base.Config, ignored: Sequence[Any] = ()) -> list[str]:
 
   Args:
     config: the config.
-    ignored: functions that are not called: of `external`, or `check_algorithm`.
+    ignored: the checks to leave out, functions such as `check_algorithm`.
   """
   values = settings.flatten(config)
   expected = settings.flatten(base.get_config())

@@ -45,7 +45,8 @@ SLICES = {
 def split(argument: str) -> tuple[str, str]:
   """Returns the algorithm and the size in a config's argument.
 
-  Without an algorithm, it is st_ppo. Without a size, the size is ''.
+  If the argument has no algorithm, the algorithm is st_ppo. If it has no size,
+  the size is ''.
 
   Args:
     argument: ALGORITHM, SIZE, or ALGORITHM,SIZE.
@@ -86,7 +87,8 @@ def place(config: base.Config, size: str) -> None:
   config.updates.microbatch_size = chosen.microbatch_size
   config.updates.head_chunk = 1024
   config.rollout.tensor = chosen.decode_tensor
-  config.rollout.deterministic = False  # full batches, see docs/engines.md
+  # Free slots are then refilled at once, see docs/engines.md.
+  config.rollout.deterministic = False
   # A call with fewer tokens would mostly wait until the weights are read.
   config.rollout.prefill_chunk = 256
   warm_up(config)

@@ -35,7 +35,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.env.name = 'textworld'
   config.env.prompt_template = str(_FOLDER / 'prompts' / 'textworld.txt')
   config.env.textworld.update(rooms=1, objects=4, quest_length=2)
-  config.env.max_turns = 1  # two commands, as many as a solution has
+  config.env.max_turns = 1  # allows two commands, which can solve a game
   config.env.max_length = 224
   config.env.max_observation_tokens = 96
   config.evaluate.num_questions = 128

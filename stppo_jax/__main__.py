@@ -135,7 +135,8 @@ def _failed(error: Exception) -> int:
   lost = streams.silence_lost()
   exit_code = getattr(error, 'exit_code', None)
   if exit_code is not None:
-    # The message may quote a file that contains terminal control characters.
+    # The message is escaped, because it may quote a file that contains terminal
+    # control characters.
     print(streams.escape(str(error)), file=sys.stderr)
     return exit_code
   if isinstance(error, BrokenPipeError) and lost:

@@ -78,15 +78,15 @@ class TokenBatch:
       come from `annotate`. None lets the router choose everywhere.
     staleness_BL: int32, by how many training steps the policy that wrote the
       token's turn is behind the present policy; 0 at tokens that the policy did
-      not write. None if one policy wrote all turns of the step. `annotate` sets
-      it to None.
+      not write. None if one policy wrote all turns of the step, and after
+      `annotate`, which reads this field last.
     expert_visits_BX: float32, how often a row's tokens visited each expert,
       summed over the layers, in the old policy's pass; None without experts.
-    old_logprobs_BL: float32, log-probabilities by the trainer before the first
-      update, under the policy that sampled the turn: the ratio's denominator.
+    old_logprobs_BL: float32, the trainer's log-probabilities under the old
+      policy (`updates.old_policy`), which is the denominator of the ratio.
     ref_logprobs_BL: float32, log-probabilities under the frozen reference.
-    values_BL: float32, V before this token, by the value model before the first
-      update.
+    values_BL: float32, V before this token, from the value model before the
+      step's first update.
     advantages_BL, returns_BL: float32, from `rl.advantages`.
     turn_z_BL: float32, how the reward of the token's turn compares with the
       rewards of other turns, see `rl.turn_advantages.turn_z`; None if the

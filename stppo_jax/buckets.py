@@ -53,8 +53,8 @@ class BucketError(OSError):
 def is_address(place: object) -> bool:
   """Returns whether a text is an address such as gs://bucket/run.
 
-  An address with a user, a password or a query is refused, because addresses
-  are printed and recorded.
+  An address with a user, a password or a query counts as no address, because
+  addresses are printed and recorded.
   """
   return _ADDRESS.fullmatch(str(place)) is not None
 
@@ -134,8 +134,8 @@ class Bucket:
     import fsspec
 
     self.address = address.rstrip('/')
-    # Besides raising an error, these packages log its traceback. The level
-    # silences the traceback.
+    # These packages raise an error and also log its traceback. At this level,
+    # the traceback is not printed.
     for name in ('fsspec', 'gcsfs'):
       logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -351,7 +351,7 @@ def local_folder(place: str | pathlib.Path) -> pathlib.Path:
   bucket = Bucket(place)
   folder.mkdir(parents=True, exist_ok=True)
   with open(folder / 'lock', 'w') as lock:
-    with contextlib.suppress(OSError):  # some file systems have no such locks
+    with contextlib.suppress(OSError):  # some file systems have no file locks
       fcntl.flock(lock, fcntl.LOCK_EX)
     _refresh(folder, bucket)
   return folder / 'content'
@@ -394,4 +394,4 @@ def _refresh(folder: pathlib.Path, bucket: Bucket) -> None:
   content = folder / 'content'
   for path in content.rglob('*'):
     if path.is_file() and str(path.relative_to(content)) not in entries:
-      path.unlink(missing_ok=True)  # the bucket no longer has it
+      path.unlink(missing_ok=True)  # the bucket no longer has the object

@@ -3,8 +3,8 @@
 The library `huggingface_hub` downloads files into its cache, uses its own token
 and completes broken downloads. A revision is a branch, a tag or a commit.
 Branches move, so a run records the commit: see `pinned`. An existing path of
-this machine is not taken for a name of the Hub. A text without a commit is not
-taken for a name either, if its first part is a folder here.
+this machine is not taken for a name of the Hub. If org is a folder here,
+org/name is not taken for a name either, unless it has a commit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,9 +53,10 @@ def naming(key: str, place: str) -> Iterator[None]:
 def is_name(place: str | pathlib.Path) -> bool:
   """Returns whether a place is the name of a model of the Hub.
 
-  Existing paths and addresses are no names. A place whose first part is a
-  folder here is taken for a misspelt path, but not if it has a commit: runs
-  record names with commits, and a record must mean the same on every machine.
+  Existing paths and addresses are no names. If the first part of a place is a
+  folder here, the place is taken for a misspelt path. But with a commit it is a
+  name: runs record names with commits, and a record must mean the same on every
+  machine.
   """
   match = _NAME.fullmatch(str(place))
   if not match or pathlib.Path(place).exists():
@@ -238,7 +239,7 @@ def _described(name: str, error: Exception) -> HubError:
   else:
     lacking = ''
     if isinstance(error, errors.IncompleteSnapshotError):
-      # The library's message names the missing files.
+      # The beginning of the library's message names the missing files.
       lacking = str(error).partition(' The Hub could')[0] + ' '
     elif isinstance(
       error, errors.LocalEntryNotFoundError | errors.RevisionResolutionError

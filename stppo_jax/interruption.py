@@ -59,8 +59,7 @@ class Interrupted(BaseException):
       signal, which gives the code `exits.TRY_AGAIN`.
 
   Attributes:
-    exit_code: the exit code of this process. A host that was not told of the
-      signal ends with this code, too.
+    exit_code: the exit code with which this process ends.
   """
 
   def __init__(self, exit_code: int | None = None):
@@ -145,7 +144,7 @@ class Interruption:
     for number, handler in self._previous.items():
       signal.signal(number, handler)
     signal.set_wakeup_fd(self._previous_wakeup)
-    os.close(self._writer)  # ends the thread
+    os.close(self._writer)  # ends the thread that reads from the pipe
     self._thread.join()
     os.close(self._reader)
 
@@ -188,7 +187,7 @@ class Interruption:
     if not self._is_interrupted:
       self._requested = True
       main = threading.main_thread().ident
-      assert main is not None  # the main thread has been started
+      assert main is not None  # a running process has a main thread
       signal.pthread_kill(main, _REQUEST)
 
   def seconds_left(self) -> float:
@@ -215,8 +214,8 @@ class Interruption:
   def _interrupt(self, number: int, frame: types.FrameType | None) -> None:
     """Handles a call of `request`, on the main thread."""
     del number, frame
-    # Without the first check, a request to an inner `Interruption` that has
-    # ended meanwhile would end the body of this one.
+    # The first check is for requests to an inner `Interruption` that has ended
+    # meanwhile. Such a request must not end a body of this `Interruption`.
     if self._requested and self._interruptible:
       raise Interrupted
 
@@ -224,7 +223,7 @@ class Interruption:
     """Handles a signal, on the main thread."""
     if self.exit_code is not None:
       return  # The other thread handles a second signal.
-    with self._answering:  # waits while `force_exit` runs
+    with self._answering:  # waits until no call of `force_exit` runs
       self._answered = True
     # The thread `_watch` also notes the time of the signal, but it may be late,
     # and the main thread needs the time now.
@@ -249,7 +248,7 @@ class Interruption:
         # the run is saved would raise an error.
         streams.silence_lost(flush=False)
         # When a terminal closes, SIGHUP comes twice: from the terminal and from
-        # the shell. The second one must not abandon the run.
+        # the shell. The second SIGHUP must not abandon the run.
         if received:
           continue
       received += 1

@@ -44,8 +44,9 @@ _FOLDED = (
   | {char: letter for chars, letter in _LETTERS.items() for char in chars}
 )
 # A text without any of these characters contains no tag. Most passages have
-# none of them, so the slow loop of `neutralise_tags` is rarely entered. NFKD
-# decomposes each of the characters after _LESS into one of _LESS.
+# none of them, so the slow loop of `neutralise_tags` is rarely entered. The
+# characters that follow _LESS here are listed because the NFKD form of each of
+# them contains a character of _LESS.
 _ANY_LESS = re.compile(f'[{_LESS}＜﹤≮⊀︿︽\u2329]')
 _NAMES = '|'.join(TAG_NAMES + OTHER_TAG_NAMES).replace('_', '[_-]*')
 _ARTICLES = re.compile(r'\b(a|an|the)\b')

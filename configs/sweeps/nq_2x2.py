@@ -8,8 +8,8 @@ The four algorithms and the pairing of seeds are as in quickstart_2x2.py.
 `python -m stppo_jax data build qed --root=DATA` makes DATA, as for
 configs/nq.py. MODEL is a Hugging Face directory. Without model.path, small
 random models are trained. Every node must see DATA and MODEL. The sizes are as
-in configs/nq.py, whose runs have only 20 steps. So this sweep is for trying out
-a sweep, and does not repeat the comparison of the paper.
+in configs/nq.py, whose runs have only 20 steps. So this file shows how a sweep
+works, and does not repeat the comparison of the paper.
 """
 
 from stppo_jax.configs import nq

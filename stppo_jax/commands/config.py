@@ -34,8 +34,8 @@ def differences(values: dict[str, Any], others: dict[str, Any]) -> list[str]:
   """Returns a line for each value that differs from the base config.
 
   Args:
-    values: dotted key to value of a config.
-    others: dotted key to value of the base config.
+    values: a dict from each dotted key of a config to its value.
+    others: the same dict of the base config.
   """
   lines = []
   for key, value in values.items():

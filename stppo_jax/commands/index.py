@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     b=command_line.number(0.4, lower_bound=0.0, upper_bound=1.0),
   )
   errors = command_line.parse(flags, argv, required=('corpus', 'out')).errors
-  # The bounds of absl let infinity pass, but then every score would be 0.
+  # The bounds of absl let k1 be infinite, but then every score would be 0.
   if flags.k1 == float('inf'):
     errors.append('--k1=inf: must be finite')
   if (flags.backend == 'dense') != bool(flags.encoder):

@@ -66,8 +66,8 @@ from stppo_jax.commands.flags import lab_flags
 
 # The bounds of a number that is neither infinite nor nan.
 _FINITE = {'lower_bound': -1e30, 'upper_bound': 1e30}
-# The flags of each command, without the flags that all commands share that read
-# a saved batch.
+# The flags of each command, apart from the flags that the commands that read a
+# saved batch share.
 _FLAGS: dict[str, dict[str, Any]] = {
   'collect': {},
   'score': {

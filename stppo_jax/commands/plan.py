@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     ignored=[external.data_exist, external.passages_are_named],
   )
   errors = [
-    # The bounds of absl let infinity pass, but JSON cannot hold infinity.
+    # The bounds of absl let a number be infinite, but JSON has no infinity.
     f'--{name}={value}: must be finite'
     for name, value in (('hbm_gib', flags.hbm_gib), ('price', flags.price))
     if math.isinf(value)

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     if sys.stdout.isatty() and not flags.json:
       print('\033[2J\033[H', end='')  # clears the screen
     _print(given.words, as_json=flags.json)
-    # Python buffers output to a pipe, so a reader would not see it yet.
+    # Without a flush, the reader of a pipe would not see the table yet.
     sys.stdout.flush()
     time.sleep(flags.watch)
 

@@ -82,7 +82,8 @@ def parse(
   digests, broken = {}, {}
   for arm in whole.arms:
     try:
-      # Parsed without the path of a start, which may not have been made yet.
+      # The flags lack the path of the run's start, because the start may not
+      # have been made yet.
       config = configuration.parse(plan.train_flags(arm), ignored=ignored)
     except exits.Misconfigured as error:
       label = ' '.join(part for part in arm.key if part)

@@ -28,11 +28,11 @@ _OVERRIDE = 'config.'
 
 
 class Given(NamedTuple):
-  """The rest of a command line whose flags are in the `FlagValues`.
+  """What a parsed command line holds beside the values of its flags.
 
   Attributes:
     words: the arguments that are no flags.
-    overrides: a dict from the key to the value of each `--config.KEY=VALUE`.
+    overrides: a dict from the KEY to the VALUE of each `--config.KEY=VALUE`.
       The value is True for `--config.KEY` and False for `--noconfig.KEY`.
     errors: one line for each argument that is wrong or missing.
   """
@@ -43,8 +43,8 @@ class Given(NamedTuple):
 
 
 Definition = Callable[..., Any]
-# The type of a default -> the definition of a flag that is given by its default
-# alone.
+# Maps the type of a default to the function of absl that defines a flag with
+# such a default.
 _DEFINITIONS: dict[type, Definition] = {
   str: absl_flags.DEFINE_string,
   type(None): absl_flags.DEFINE_string,
@@ -79,7 +79,7 @@ def integer(default: int | None = None, **bounds: int) -> Definition:
 
   Args:
     default: the default of the flag; None for no default.
-    **bounds: the bounds of its value, `lower_bound` and `upper_bound`.
+    **bounds: the bounds of the flag's value, `lower_bound` and `upper_bound`.
   """
   return functools.partial(absl_flags.DEFINE_integer, default=default, **bounds)
 
@@ -174,13 +174,13 @@ def parse(
       counts.
     required: the names of the flags that must be given, and not be empty.
     words: the largest number of arguments that are no flags.
-    missing: the error if no such argument is given; '' if they are optional.
+    missing: the error if every argument is a flag; '' if this is no error.
     overrides: whether `--config.KEY=VALUE` is accepted.
   """
   choices = [f'--{name}' for name in flags]
   choices += ['--config.KEY'] if overrides else []
   choices = choices or ['--help']
-  # absl refuses to read flags before they are parsed, so they are marked.
+  # absl refuses to read flags that are not marked as parsed.
   flags.mark_as_parsed()
   rest, errors = list(argv), []
   given = Given([], {}, errors)
@@ -226,7 +226,7 @@ def parse(
       errors.append(f'{word}: unknown flag{hint}')
       meant += difflib.get_close_matches(f'--{name}', choices)
       if not words and follows and not equals and rest[0][:1] != '-':
-        rest.pop(0)  # the value of the unknown flag
+        rest.pop(0)  # skips the value of the unknown flag
   if missing and not given.words:
     errors.append(missing)
   errors += [
@@ -257,7 +257,7 @@ def rule(flag: absl_flags.Flag) -> str:
   if isinstance(flag.parser, absl_flags.EnumParser):
     return f'one of {", ".join(filter(None, flag.parser.enum_values))}'
   words = flag.parser.syntactic_help or 'true or false'
-  # absl leaves out the article if the flag has only one bound.
+  # If the flag has only one bound, absl writes 'number' in place of 'a number'.
   articles = {'number': 'a number', 'integer': 'an integer'}
   kind, _, rest = words.partition(' ')
   return f'{articles.get(kind, kind)} {rest}'.rstrip()

@@ -14,7 +14,7 @@ from stppo_jax import settings
 from stppo_jax.configs import algorithms
 
 _PACKAGE = pathlib.Path(__file__).parents[2]
-_INSTALLED = 'configs'  # the folder of the configs that are installed
+_INSTALLED = 'configs'  # the folder of the configs in the package
 
 
 def load(name: str) -> Any:

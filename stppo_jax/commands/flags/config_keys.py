@@ -47,8 +47,8 @@ def describe(name: str = '') -> str:
     )
   lines = []
   for key, comment, line in found:
-    # The comment of a section is shown with each of its keys, since the comment
-    # explains the keys, too.
+    # The comment of a section explains the keys of the section, too. So the
+    # comment is shown even if only some of these keys are.
     around = not line and comment
     if key in chosen or (
       around and any(name.startswith(f'{key}.') for name in chosen)
@@ -105,7 +105,7 @@ def _comments(module: types.ModuleType, name: str) -> Iterator[tuple[str, str]]:
   A comment stands above its key or behind it.
 
   Args:
-    module: the module of the literal.
+    module: the module that contains the literal.
     name: the name of a variable that is the literal, or of a function that
       contains the literal.
   """
@@ -128,8 +128,9 @@ def _comments(module: types.ModuleType, name: str) -> Iterator[tuple[str, str]]:
     _, _, behind = lines[number].partition('  # ')
     return ' '.join(filter(None, [*found, behind]))
 
-  # A section may be the result of a function of this file, or of a file in the
-  # same folder. Then its keys and comments are read from that function.
+  # In the literal, a section may be a call of a function of `module`, or of
+  # another file in the same folder. Then the keys and comments of the section
+  # are read from the function.
   def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
       other = getattr(module, getattr(node.func.value, 'id', ''), None)

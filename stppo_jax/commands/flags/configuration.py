@@ -1,9 +1,9 @@
 """Turns a command line into a checked configuration; reports every error.
 
-    --config=FILE.py[:ALGORITHM]  get_config(ALGORITHM) of that Python file, or
-                                  of the packaged file if there is none;
-                                  quickstart is short for
-                                  configs/quickstart.py
+    --config=FILE.py[:ALGORITHM]  the result of get_config(ALGORITHM) in the
+                                  file. If FILE.py does not exist here, the file
+                                  of the package is read. quickstart is short
+                                  for configs/quickstart.py
     --config.a.b=VALUE            sets one key; also `--config.a.b VALUE`
     --config.a.b, --noconfig.a.b  sets a key to True, to False
 
@@ -35,8 +35,8 @@ from stppo_jax.workdir import named_files
 from stppo_jax.workdir import recorded_config
 from stppo_jax.workdir import run_folder
 
-# The commands that train but do not start from another run -> the key that they
-# read in place of num_steps.
+# The commands that train, but cannot start from another run and do not read
+# num_steps. Maps each of them to the key that it reads in place of num_steps.
 _OFFLINE = {
   'sft': 'sft.num_steps',
   'prefer': 'preference.num_epochs, the passes over the pairs',
@@ -92,7 +92,7 @@ def split(
   flags: absl_flags.FlagValues,
   required: Sequence[str] = ('config',),
 ) -> command_line.Given:
-  """Separates the flags and the overrides of a command line; see `parse`."""
+  """Sets the flags of a command line; returns its overrides and errors."""
   absl_flags.DEFINE_string('config', '', '', flag_values=flags)
   return command_line.parse(flags, argv, required=required, overrides=True)
 

@@ -1,4 +1,4 @@
-"""Finds the config for `--checkpoint`: a run or a Hugging Face directory."""
+"""Finds the config for `--checkpoint`, a run or a Hugging Face directory."""
 
 from collections.abc import Sequence
 import os
@@ -33,9 +33,9 @@ def parse(
 
   Args:
     argv: the arguments without the program's and the command's name.
-    flags: the command's own flags, which get their values. If --sets is one of
-      them, it names the questions. If --out is one of them, it names a folder,
-      and an error is raised if the command must not write there.
+    flags: the command's own flags, which get their values. If they include
+      --sets, its value names the questions. If they include --out, an error is
+      raised if the command must not write to the folder that --out names.
 
   Raises:
     Misconfigured: if flags, keys, values or rules have errors; the message has
@@ -97,12 +97,16 @@ def _problem(folder: pathlib.Path) -> str:
 
 
 def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
-  """Returns the config of a run, or a default config for other weights.
+  """Returns the config with which a checkpoint is evaluated.
+
+  Without `file`, a run has its recorded config, and other weights have the base
+  config.
 
   Args:
     checkpoint: the folder of the run or of the weights; None if the command
       line names no valid checkpoint.
-    file: the value of --config; '' if the flag was not given.
+    file: the value of --config, which names the config to return; '' if the
+      flag was not given.
 
   Raises:
     ValueError, Misconfigured: if the config cannot be read; the message is one
@@ -180,7 +184,7 @@ def _choose_sets(config: Any, sets: str) -> None:
       for text, element, name in zip(sets.split(','), elements, names)
     )
   data.evaluation = sets
-  # Nothing is trained, but every config has training questions.
+  # A valid config must name training questions, although nothing is trained.
   data.train = sets
   config.evaluate.num_questions = _ALL
 

@@ -27,7 +27,8 @@ from stppo_jax.configs import algorithms as algorithms_lib
 from stppo_jax.configs import defaults
 from stppo_jax.workdir import run_folder
 
-# A comma outside brackets: the next bracket behind it is not a closing bracket.
+# Matches a comma outside brackets. The next bracket behind such a comma, if
+# any, is an opening bracket.
 _BETWEEN = re.compile(r',(?![^(\[]*[)\]])')
 
 
@@ -64,8 +65,8 @@ def parse(
   Args:
     flags: the flags, which get their values.
     argv: the arguments without the names of the commands.
-    required: the name of a flag that must have a value; the ALGORITHM of
-      `--config` can be this value. '' for no such flag.
+    required: the name of a flag that must have a value. If the flag is not
+      given, its value is the ALGORITHM of `--config`. '' for no such flag.
 
   Raises:
     Misconfigured: if there are errors; the message has a line for each.
@@ -82,7 +83,7 @@ def parse(
 def out_problems(
   flags: absl_flags.FlagValues, reads: Mapping[str, pathlib.Path]
 ) -> list[str]:
-  """Returns a line for each of `--out` and `--plot` that must not be written.
+  """Returns an error line for each of --out and --plot that is not allowed.
 
   Commands call this function before any work.
 

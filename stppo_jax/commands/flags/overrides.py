@@ -14,8 +14,8 @@ from stppo_jax import settings
 from stppo_jax.configs import defaults
 from stppo_jax.configs import schema
 
-# The key of an option that chooses other options (such as
-# algorithm.bounds.name) -> the section of the algorithm with these options.
+# Maps the key of each option that chooses other options, such as
+# algorithm.bounds.name, to the section of the algorithm with these options.
 _CHOOSING_KEYS = {f'algorithm.{kind}.name': kind for kind in defaults.DEFAULTS}
 
 
@@ -61,7 +61,7 @@ def as_flag(key: str, text: str | bool, start: str = '--config.') -> str:
 
 
 def _override(config: Any, key: str, text: str | bool) -> None:
-  """Sets a dotted key to a value of its present type.
+  """Sets a dotted key to a value; the type of the value must stay the same.
 
   If a key chooses other options (such as algorithm.bounds.name), these options
   are replaced by the options of the new choice, with their defaults.
@@ -137,7 +137,7 @@ def typed(text: str | bool, current: Any) -> Any:
   if isinstance(current, str):
     return value if isinstance(value, str) else text
   if isinstance(current, float):
-    if value in ('inf', '-inf'):  # Python has no literal for them
+    if value in ('inf', '-inf'):  # Python has no literals for infinities
       return float(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
       return float(value)
