@@ -208,7 +208,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # decides.
         'enable_thinking': 'auto',
         # Whether the chat template describes the tools of the environment, if
-        # it can. The built-in prompt lists them anyway.
+        # it can. The built-in prompt lists the tools in any case.
         'tools': True,
         # Whether a prompt begins with the tokenizer's bos_token: auto | on |
         # off. auto: as in the chat template or, without a chat template, as the
@@ -312,7 +312,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # Steps between evaluations; the last step is always evaluated.
         # 0 = never.
         'every': 50,
-        'num_questions': 512,  # per data set, always the same questions
+        'num_questions': 512,  # per data set, the same in every evaluation
       },
       # Saving, resuming and preemptions: configs/saving.py.
       'checkpoint': saving.checkpoint(),

@@ -8,8 +8,9 @@
 
 MODEL is the Hugging Face directory of a model that follows instructions, and
 the server has the passages of Wikipedia; docs/retrieval.md describes it.
-Without weights, the data sets are mixed by their sizes. Set data.train to
-'nq:train weight=1, hotpotqa:train weight=1' for as many questions of each.
+By default, each data set gives questions in proportion to its size. Set
+data.train to 'nq:train weight=1, hotpotqa:train weight=1' to get equally many
+questions of both.
 
 The setting of the paper, which docs/algorithms.md describes, trains Qwen2.5 of
 1.5B, 3B or 7B on a slice of TPU v5e. Every host of the slice runs

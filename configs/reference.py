@@ -16,12 +16,13 @@ from stppo_jax.configs import base
 from stppo_jax.configs import nq_hotpotqa
 from stppo_jax.configs import slices
 
-# The choices for every algorithm. Only SO-GRPO keeps another scope.
+# The authors' choices for every algorithm. Only SO-GRPO keeps the scope that
+# the correction has in the table of algorithms.
 ALWAYS = {
   'updates.shuffle': False,
   'algorithm.correction.clipping_bias.scope': 'microbatch',
 }
-# The choices for algorithms with a value model.
+# The authors' choices for algorithms whose advantages come from `gae`.
 WITH_VALUES = {
   'algorithm.advantage.observation_tokens': 'included',
   'algorithm.advantage.critic_tokens': 'response',

@@ -135,7 +135,7 @@ RELATIONS: tuple[Relation, ...] = (
     )
     for key, allowed, reason in (
       ('model.value_backbone', 'own', 'the policy computes the values'),
-      ('model.lora.rank', 0, 'the value model has adapters of the same base'),
+      ('model.lora.rank', 0, 'the value model adapts the base of the policy'),
       ('init_from', '', 'the value model comes from the other run'),
     )
   ),
@@ -171,7 +171,7 @@ RELATIONS: tuple[Relation, ...] = (
       (
         'rollout.engine',
         lambda engine: engine != 'local',
-        'a server decodes, and no device of the run',
+        'a server then decodes, and the devices of the run only learn',
       ),
       ('mesh.collect_fraction', bool, 'set either of these keys, not both'),
     )
@@ -199,17 +199,17 @@ RELATIONS: tuple[Relation, ...] = (
       (
         'rollout.turn_swaps',
         lambda swaps: swaps == 'never',
-        'only a run with turn swaps follows the record of another run',
+        'only a run with turn_swaps can repeat another run',
       ),
       (
         'rollout.deterministic',
         lambda deterministic: not deterministic,
-        'rounding then depends on timing, so the run would not be the same',
+        'rounding then depends on timing, so the two runs would differ',
       ),
       (
         'rollout.resample_rounds',
         lambda rounds: rounds > 0,
-        'which dialogues get slots first then depends on timing',
+        'timing then decides which dialogues get slots first',
       ),
     )
   ),

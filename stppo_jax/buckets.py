@@ -256,7 +256,7 @@ class Bucket:
       except FileNotFoundError:
         return None
       known = json.loads(data)
-      # Both times come from the bucket: the clock of this machine may be wrong.
+      # The bucket gives both times. The clock of this machine may be wrong.
       now = email.utils.parsedate_to_datetime(headers['Date'])
       age = now - datetime.datetime.fromisoformat(known['updated'])
       return Written(int(known['generation']), age.total_seconds())

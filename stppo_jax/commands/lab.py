@@ -66,8 +66,8 @@ from stppo_jax.commands.flags import lab_flags
 
 # The bounds of a number that is neither infinite nor nan.
 _FINITE = {'lower_bound': -1e30, 'upper_bound': 1e30}
-# The flags of each command, apart from the flags that the commands that read a
-# saved batch share.
+# The flags of each command. Commands that read a saved batch also have the
+# flags that `lab_flags.of_batch` adds.
 _FLAGS: dict[str, dict[str, Any]] = {
   'collect': {},
   'score': {

@@ -44,7 +44,7 @@ from stppo_jax.configs import external
 
 
 def main(argv: Sequence[str]) -> int:
-  """Prints the plan; returns the exit code, which is 2 if it does not fit."""
+  """Prints the plan; returns the exit code, 2 if the run does not fit."""
   flags = command_line.flags(
     topology='',
     devices=command_line.integer(lower_bound=1),

@@ -109,9 +109,8 @@ def gae_estimator(
 
   `gae.gae` has the recursion over tokens or turns. GAE over turns and then over
   tokens is called bi-level, as in RAGEN (arXiv 2504.20073). First, GAE over
-  turns, with gamma_turn and
-  lambda_turn, gives each turn k a return G_k, where r_k is the sum of the
-  rewards of turn k:
+  turns, with gamma_turn and lambda_turn, gives each turn k a return G_k, where
+  r_k is the sum of the rewards of turn k:
 
     A_k = r_k + gamma_turn V_{k+1} - V_k + gamma_turn lambda_turn A_{k+1}
     G_k = A_k + V_k
@@ -168,8 +167,8 @@ def gae_estimator(
     )
   values_BL = masking.select(batch.values_BL, step_mask_BL)
   # With steps='turn' the critic is trained at the first token of each turn
-  # only. But the return of a turn stands at all of its policy tokens, as its
-  # advantage does.
+  # only. But a turn's return, like its advantage, stands at all policy tokens
+  # of the turn.
   if critic_tokens == 'policy':
     value_mask_BL, returns_mask_BL = step_mask_BL & mask_BL, mask_BL
   else:

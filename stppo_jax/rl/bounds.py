@@ -125,7 +125,7 @@ def total_variation(
   fall: Number,
   rise: Number,
 ) -> tuple[Array, Array]:
-  """Returns bounds that trust pi_old - fall <= pi <= pi_old + rise: DPPO.
+  """Returns bounds with which pi_old - fall <= pi <= pi_old + rise: DPPO.
 
     low, high = 1 - fall / pi_old, 1 + rise / pi_old
 

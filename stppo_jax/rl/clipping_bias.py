@@ -85,7 +85,7 @@ def batch_sums(
   *,
   axis: int | None = None,
 ) -> Sums:
-  """Returns the four sums over the batch or, with `axis=1`, over each row."""
+  """Returns the `Sums` of the batch or, with `axis=1`, of each row."""
   weighted_BL, clipped_BL, kept_BL = _split(
     ratio_BL, advantages_BL, loss_mask_BL, low, high
   )
@@ -97,7 +97,7 @@ def batch_sums(
 
 
 def _turn_sums(turns, *arguments) -> Sums:
-  """Returns the four sums over each turn: arrays [B, T]."""
+  """Returns the `Sums` of each turn: arrays [B, T]."""
   weighted_BL, clipped_BL, kept_BL = _split(*arguments)
   squares_BL = jnp.square(weighted_BL)
   ones_BL = jnp.ones_like(squares_BL)
@@ -231,7 +231,7 @@ def needs_minibatch_sums(options: ClippingBias) -> bool:
 def minibatch_sums(
   context: LossContext, low: Number, high: Number, *, level: str, **options
 ) -> Sums:
-  """Returns the four sums over a whole minibatch."""
+  """Returns the `Sums` of a whole minibatch."""
   del options
   return batch_sums(*_sum_arguments(context, level, low, high))
 

@@ -9,8 +9,8 @@ multiplied. The count that divides the sum of the terms does not depend on the
 weights, so a term of weight 0 still counts.
 
 `clipping_bias` has a module of its own. The other corrections serve samplers
-whose probabilities, mu, differ from pi_old, the trainer's probabilities before
-the first update. mu and pi_old differ even with the same weights if the sampler
+whose probabilities, mu, differ from pi_old, the trainer's probabilities under
+the old policy. mu and pi_old differ even with the same weights if the sampler
 has other kernels, another precision or another engine. A token has
 
   k = pi_old (trainer) / mu (sampler)

@@ -45,7 +45,7 @@ class Statistics(typing.NamedTuple):
     normalize: the numbers that the normalisation reads, or ().
     bounds: the numbers that the bounds read, or ().
     objective: the numbers that the objective reads, or ().
-    corrections: for each correction's name, the numbers that it reads, or ().
+    corrections: by name, the numbers that the correction reads, or ().
   """
 
   normalize: typing.Any
@@ -160,7 +160,7 @@ def minibatch_statistics(
   *,
   num_turns: int,
 ) -> Statistics:
-  """Returns the detached numbers that the loss reads of the whole minibatch.
+  """Returns the detached numbers of the whole minibatch that the loss reads.
 
   Args:
     algorithm: the algorithm, whose numbers may be traced.

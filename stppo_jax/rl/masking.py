@@ -28,7 +28,7 @@ def divide(total: Array, count: Array) -> Array:
 def masked_total(
   x_BL: Array, mask_BL: Array, *, axis: int | None = None
 ) -> tuple[Array, Array]:
-  """Returns the sum over the mask and the number of tokens in it.
+  """Returns the sum over the mask and the number of tokens in the mask.
 
   Returns:
     (total, count), both of x's dtype. They are scalars or, with an axis, arrays

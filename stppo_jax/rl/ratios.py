@@ -159,7 +159,7 @@ NORMALIZATIONS = {
 
 @options.dataclass
 class Ratio(options.Options):
-  """Options: the level at which tokens share a ratio, and its gradient."""
+  """Options of the ratio: its level, gradient, reduction and normalisation."""
 
   level: str = options.one_of(segments_lib.LEVELS)
   gradient: str = options.one_of(GRADIENTS)

@@ -194,9 +194,10 @@ class Implementation(typing.NamedTuple):
   """Three functions of (numbers, ids_BL, number of segments).
 
   Attributes:
-    totals: maps numbers [B, L] to the sum over each segment, [B, T].
-    spread: maps numbers [B, T] to the number of each token's segment, [B, L].
-    totals_and_counts: also returns the number of tokens of each segment.
+    totals: maps a value per token, [B, L], to the sum of each segment, [B, T].
+    spread: maps a value per segment, [B, T], to the value of each token's
+      segment, [B, L].
+    totals_and_counts: returns the totals, and how many tokens each segment has.
   """
 
   totals: typing.Callable

@@ -32,8 +32,8 @@ def read(file: BinaryIO, names: Iterable[str]) -> dict[str, np.ndarray]:
     raise ValueError('not a sound npz file: cut off or damaged') from error
   present = [name for name in names if name in archive.files]
   files = {name for array in present for name in (array, f'{array}.npy')}
-  # These sizes are a safe bound, because zipfile unpacks no more of a member
-  # than its `file_size`.
+  # The sum of `file_size` is a safe bound, because zipfile unpacks no more of a
+  # member than the member's `file_size`.
   unpacked = sum(
     member.file_size
     for member in archive.zip.infolist()
@@ -67,7 +67,7 @@ def _member(archive, name: str) -> np.ndarray:
 def save(path: str | pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
   """Writes an npz file atomically.
 
-  If the call is interrupted, the old file remains, if there was one.
+  If the call is interrupted, an older file at the path remains as it was.
 
   Raises:
     OSError: if the file cannot be written.

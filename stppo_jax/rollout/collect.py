@@ -338,7 +338,7 @@ class Collector:
       else:
         row.status = Status.TRUNCATED_LENGTH
     elif row.status is not Status.INFRA_ERROR:
-      # If an invalid turn has filled the row, its end may just be cut off.
+      # If an invalid turn has filled the row, the turn may lack only its end.
       out_of_room = not turn.stopped and not remaining
       if step.action == protocol.INVALID and out_of_room:
         row.status = Status.TRUNCATED_LENGTH

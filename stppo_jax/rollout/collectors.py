@@ -311,7 +311,7 @@ def follow(
     elif 'evaluate' in value:
       version = value['evaluate']
       # All collections must end first. They use the same engine, and their
-      # counts of the retriever would include the queries of the evaluation.
+      # counts of queries would include the queries of the evaluation.
       prefetcher.drain()
       delivery.send_evaluation(version, evaluate(policies[version]))
     else:

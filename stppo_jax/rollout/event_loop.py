@@ -52,14 +52,14 @@ class EventLoop:
     """
     waiting = collections.deque(coroutines)
     try:
-      # A comprehension would not do: in Python 3.12, an interrupt inside a
+      # This is no comprehension, because in Python 3.12 an interrupt inside a
       # comprehension does not reach the handler below.
       nothing = itertools.repeat((), len(coroutines))
       futures = list(itertools.starmap(concurrent.futures.Future, nothing))
 
       def start():
         for future in futures:
-          if not waiting:  # the call was interrupted
+          if not waiting:  # an interrupt has emptied the queue
             return
           _link(future, self._loop.create_task(waiting.popleft()))
 

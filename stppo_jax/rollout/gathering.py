@@ -16,9 +16,9 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.rollout import deliveries
 
 Groups = list[list[types.Trajectory]]
-# Of these counts, the joined value is the maximum over hosts and not the sum.
-# Percentiles do not add up, and hosts wait for an outage or collect further
-# rounds at the same time.
+# The joined value of these counts is the maximum over hosts, not the sum.
+# Percentiles do not add up. The hosts wait for the end of an outage at the same
+# time, and collect further rounds at the same time.
 _LARGEST = (
   'retrieval/latency',
   'retrieval/outage',
@@ -78,7 +78,7 @@ def _to_plain(trajectory: types.Trajectory) -> dict[str, Any]:
 
 
 def _values(held: Any) -> np.ndarray:
-  """Returns the array that a length or a list of values stands for."""
+  """Returns zeros for a length, or the array of a list of values."""
   # Metrics count tokens and do not read them, so zeros are enough.
   if isinstance(held, int):
     return np.zeros(held, np.float32)

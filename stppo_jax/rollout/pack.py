@@ -18,7 +18,8 @@ from stppo_jax import batch as batch_lib
 from stppo_jax import types
 from stppo_jax.parallel import hosts as hosts_lib
 
-# Maps the tokens of a turn to the number of each token's sentence: 1, 2, ...
+# A function of a turn's tokens. It returns, for each token, the number of the
+# token's sentence: 1, 2, ...
 Sentences = Callable[[np.ndarray], np.ndarray]
 
 # M is a multiple of about L / 4, because a program is compiled for each M.

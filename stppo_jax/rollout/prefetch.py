@@ -99,7 +99,7 @@ class StoppableLoop:
         for coroutine in coroutines:
           coroutine.close()
         raise Abandoned
-      # Only running futures are kept, because a run submits millions of them.
+      # Only running futures are kept, because a run has millions of futures.
       futures = self._loop.submit(coroutines)
       self._waiting = {f for f in self._waiting if not f.done()} | {*futures}
     return futures

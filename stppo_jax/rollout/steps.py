@@ -132,7 +132,7 @@ def collect_until_valid(
 
 
 class StepCollector:
-  """Collects steps; the result is a function of (config, step, policy).
+  """Collects steps; the result depends only on config, step and policy.
 
   Args:
     config: the config of the run.
