@@ -46,12 +46,13 @@ _TOKEN_PPO = {
     'names': (),
     'clipping_bias': {
       'norm': 'coefficient',  # coefficient | gradient
-      # If norm is coefficient: the loss is scaled by 1/rho if rho exceeds tau.
+      # With norm=coefficient, the loss is scaled by 1/rho where rho is above
+      # tau.
       'tau': 3.0,
       'scope': 'minibatch',  # minibatch | microbatch | sequence | turn
-      'level': 'token',  # the level of the ratio that is compared: token | turn
+      'level': 'token',  # the level of the ratio in rho: token | turn
       'applies_to': ('policy',),  # the losses that are scaled
-      'floor': 1.0,  # if norm is gradient: the smallest divisor
+      'floor': 1.0,  # with norm=gradient: the smallest divisor
     },
     # The factors of the following corrections depend on k: the probability of
     # a token under the old policy in the trainer, divided by its probability in

@@ -165,7 +165,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           # before the turn, subtracted if it is more. 0 = sparse rewards.
           'turn_progress': 0.0,
         },
-        # The last share of max_length, in which rewards.overlong grows.
+        # rewards.overlong grows over this last share of max_length.
         'overlong_fraction': 0.2,
         # The text in which the scorer looks for the answer. response: the turns
         # of the policy. search_r1: the prompt and the response, as the scorer

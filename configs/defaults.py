@@ -36,8 +36,8 @@ DEFAULTS = {
       'most': 2.0,
     },
     # Absolute bounds. First the upper and then the lower bound is raised, until
-    # the terms with a positive advantage have positive_share of the sum of the
-    # absolute values of all terms.
+    # the terms with a positive advantage sum to at least positive_share times
+    # the sum of the absolute values of all terms.
     'balanced': {
       'low': 0.6,
       'high': 1.2,
@@ -69,8 +69,8 @@ DEFAULTS = {
       'power_negative': 3.0,
       'decay_negative': 2.0,
     },
-    # Random tokens whose covariance is between least and most are cut: as many
-    # as this share of the policy tokens.
+    # Of the tokens whose covariance of advantage and log-probability is between
+    # least and most, random tokens are cut: this share of the policy tokens.
     'clip_cov': {'share': 2e-4, 'least': 1.0, 'most': 5.0},
     # This share of the policy tokens, with the highest covariance, gets a
     # penalty coefficient * |log r|.

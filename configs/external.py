@@ -126,8 +126,8 @@ def trackers_are_installed(key: str, names) -> Iterator[str]:
   """Checks that the packages of experiment trackers are installed."""
   for name in names:
     spec = importlib.util.find_spec(name)
-    # wandb leaves a folder `wandb` where it has run. Python takes the folder
-    # for a package, but without an origin.
+    # wandb leaves a folder `wandb` where it has run. Python finds this folder
+    # as a package without an origin.
     if spec is None or spec.origin is None:
       yield (
         f'{key}={names!r}: needs the package {name}: pip install '

@@ -80,8 +80,8 @@ def section() -> dict[str, Any]:
       # searched in names such as layers/q_proj. An expression that matches
       # experts must also match the moe/ in their names.
       'targets': '(q|k|v|o|gate|up|down)_proj$',
-      # The ranks of some of these layers, such as ('down_proj$=8',): the
-      # number behind the first expression that is found in a name.
+      # Other ranks for some of these layers, such as ('down_proj$=8',). A layer
+      # gets the number behind the first expression that is found in its name.
       'rank_pattern': (),
       'alpha_pattern': (),  # alphas of some layers, written like rank_pattern
       'rslora': False,  # whether the scale is alpha / sqrt(rank)

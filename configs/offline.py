@@ -23,7 +23,8 @@ def sft() -> dict[str, Any]:
     # about half of the questions, too. 0 = the answer is the golden answer. See
     # docs/your_own_data.md.
     'quote_words': 0,
-    # The number of first steps, which have questions of one hop and no errors.
+    # The number of steps at the start that have questions of one hop and no
+    # errors.
     'clean_one_hop_steps': 0,
     # The number of steps after clean_one_hop_steps that have questions of all
     # hops and no errors.

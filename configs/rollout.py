@@ -89,9 +89,9 @@ def section() -> dict[str, Any]:
     # differ more from the trainer's: see mismatch/* in docs/metrics.md.
     'cache_dtype': 'model',
     # Batches are padded to a multiple of this number of tokens. A program is
-    # compiled for each length. So the number is first rounded up to a multiple
-    # of itself with which there are at most 8 lengths up to env.max_length:
-    # with an env.max_length of 4096, 256 becomes 512.
+    # compiled for each length. So a number with which there would be more than
+    # 8 lengths up to env.max_length is first replaced by the next multiple that
+    # gives at most 8: with an env.max_length of 4096, 256 becomes 512.
     'length_bucket': 256,
     # A step or an evaluation is collected again if too much of it ended in
     # INFRA_ERROR. At least this share of the trajectories must succeed. The
@@ -105,7 +105,7 @@ def section() -> dict[str, Any]:
     'refill_rounds': 0,
     # Step n is collected with the policy after n - steps_ahead steps. On one
     # device, or with mesh.collect_fraction, it is collected while the steps
-    # before it are trained on. Otherwise collecting and training take turns.
+    # before it are trained on. Otherwise collecting and training alternate.
     # 0 = each step is collected with the newest policy.
     'steps_ahead': 0,
     # With steps_ahead, whether a turn takes the newest weights when it begins:

@@ -64,7 +64,7 @@ def _are_keys(names: Sequence[str]) -> bool:
   keys = [f'{key}.' for key in settings.flatten(base.get_config())]
   return all(
     isinstance(name, str)
-    # The options of an algorithm depend on its choices.
+    # All keys below `algorithm` count, because choices add other options.
     and (
       name.startswith('algorithm.')
       or any(key.startswith(f'{name}.') for key in keys)
@@ -79,7 +79,7 @@ _SOME_KEYS = settings.Rule(
 
 _OPTIMIZER = {
   # Adam moves a weight by about the rate in each update, so a rate above 1
-  # would leave nothing of a model.
+  # would destroy a model.
   'learning_rate': Key(rules.FRACTION),
   'name': _fixed(rules.OPTIMIZER, before='adamw'),
   'warmup_updates': Key(rules.NOT_NEGATIVE),

@@ -197,7 +197,7 @@ def push(folder: pathlib.Path, files: Sequence[str], name: str) -> str:
   return str(commit.commit_url)
 
 
-# The functions whose answers a process caches, so that it asks the Hub once.
+# The functions whose results are cached, so that a process asks the Hub once.
 CACHED = (_commit, _downloaded)
 
 

@@ -24,6 +24,6 @@ GROUPS = frozenset(
 TURNS = frozenset({'turn_leave_one_out', 'turn_index', 'turn_pooled', 'gigpo'})
 # These estimators read batch.state_ids_BL.
 STATES = frozenset({'gigpo'})
-# These estimators take every reward except the outcome for the reward of a
+# These estimators treat every reward except the outcome as the reward of a
 # turn. A KL penalty inside the rewards would count as a turn's reward, too.
 TURN_REWARDS = frozenset({'turn_group', 'turn_index', 'turn_pooled'})

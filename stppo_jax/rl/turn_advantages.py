@@ -361,9 +361,9 @@ def gigpo(
     shifted = jnp.pad(shifted, ((0, 0), (1, 0), (0, 0), (1, 0)))
     pairs = same & shifted.reshape(same.shape)
     advantage = normalization(to_go, pairs, epsilon)
-    # All w_h are divided by w_0, so that the weight of N_0 is 1. A turn that is
-    # comparable with no other turn has the advantage 0. Then the weight of this
-    # h must be 0, too.
+    # All w_h are divided by w_0, so that the weight of N_0 is 1. If at this h a
+    # turn is comparable with no other turn, its N_h is 0, and the weight of its
+    # N_h must be 0, too.
     weight = masking.select((1 + before / 2) ** power, advantage != 0)
     return (pairs, total + weight * advantage, weights + weight), None
 

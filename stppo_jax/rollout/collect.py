@@ -24,7 +24,7 @@ from stppo_jax.rollout import event_loop
 Status = types.TrajectoryStatus
 _log = logging.getLogger(__name__)
 
-# Seconds to wait for further answers of the environment once one has arrived.
+# Seconds to wait for further answers of the environment after each answer.
 _LINGER = 0.003
 
 

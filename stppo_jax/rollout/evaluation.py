@@ -72,8 +72,8 @@ class Evaluator:
         min_valid_fraction=self._min_valid_fraction,
         what='evaluation',
       )
-    # A host without questions calls this too, because an engine that spans
-    # hosts waits for all hosts.
+    # A host without questions makes this call, too, because an engine that
+    # spans hosts waits for all hosts.
     self._collector.finish()
     scored = [
       (t.question.data_set, float(t.scores[self._main_score]))
