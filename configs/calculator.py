@@ -10,10 +10,11 @@ four to seven minutes on two shared cores, about half of them for the imitation.
 
 Measured with seeds 0, 1 and 2 on two shared cores of a Xeon (jax 0.10.2):
 greedy val/em is 0.26, 0.38 and 0.35 before the first step, and 0.75, 0.91 and
-0.74 after ten steps. Of the sampled answers 0.14, 0.13 and 0.19 are right in
-the first step, and 0.66, 0.72 and 0.70 in the tenth. After 40 steps val/em is
-0.82, 0.91 and 0.75; on the way, the sampled answers of seed 2 fell back to 0.50
-once. Any algorithm of `configs/algorithms.py` can take the place of st_ppo.
+0.74 after ten steps. The share of sampled answers that are right is 0.14, 0.13
+and 0.19 in the first step, and 0.66, 0.72 and 0.70 in the tenth. After 40 steps
+val/em is 0.82, 0.91 and 0.75. Before that, the share of seed 2 fell back to
+0.50 once. Any algorithm of `configs/algorithms.py` can take the place of
+st_ppo.
 """
 
 from stppo_jax.configs import base

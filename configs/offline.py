@@ -1,4 +1,4 @@
-"""The sections of training without a collector: `sft` and `prefer`."""
+"""The sections of training without a collector: `sft` and `preference`."""
 
 from typing import Any
 

@@ -13,9 +13,9 @@ games.
 
 Measured with seed 0 on two shared cores of a Xeon (jax 0.10.2): greedy
 val/solved/games is 0.34 before the first step, 0.41 after ten steps, and 0.48
-after 20 and 30. Of the sampled games 0.21 are solved in the first three steps,
-and 0.65 in the last five. The run took 17 minutes beside other work, about half
-of them for the imitation, and 16 minutes of the time of one core.
+after 20 and 30. The share of sampled games that are solved is 0.21 in the first
+three steps, and 0.65 in the last five. The run took 17 minutes beside other
+work, about half of them for the imitation. It used 16 minutes of one core.
 """
 
 import pathlib

@@ -226,10 +226,10 @@ def decoupled_gae(
   where length is the number of the row's policy tokens. Lambda grows with the
   length, so that the outcome of a long row reaches its first tokens, too. The
   critic's targets are formed with lambda_critic. If lambda_critic is 1, the
-  targets are plain returns, which do not depend on the values.
-  Sources: arXiv 2503.01491 separates the two lambdas, and VAPO, arXiv
-  2504.05118, makes the policy's lambda depend on the length. Replacing a
-  negative lambda by 0 comes from NeMo-RL.
+  targets are plain returns, which do not depend on the values. Sources: arXiv
+  2503.01491 separates the two lambdas, and VAPO, arXiv 2504.05118, makes the
+  policy's lambda depend on the length. Replacing a negative lambda by 0 comes
+  from NeMo-RL.
 
   Args:
     rewards_BL: the rewards, minus the KL penalty if there is one.

@@ -59,8 +59,8 @@ class Collectors(prefetch.Policies):
     copy_policy, steps_ahead, old_is_sampled, swaps_turns: see
       `prefetch.Policies`.
     exported: function of a policy's weights and a bool. It returns copies of
-      the trained weights and, if the bool is true, of the frozen weights, in
-      the dtype in which an engine computes.
+      the trained weights that an engine needs and, if the bool is true, of the
+      frozen weights, in the dtype of the computation.
     hosts: the hosts that learn.
     environment: computes the metrics of trajectories.
     questions: the evaluation questions by data set.

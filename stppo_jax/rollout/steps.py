@@ -290,8 +290,8 @@ class StepCollector:
     """Returns all trajectories, and the number of trajectories refilled.
 
     The engine begins whole groups, so the valid rows of a group are generated
-    again along with its failed rows. Their first results are kept, and the new
-    results are dropped.
+    again along with its failed rows. The first results of the valid rows are
+    kept, and the new results of these rows are dropped.
     """
     size, num_failed = self._config.group_size, _num_failed(trajectories)
     filled = list(trajectories)
