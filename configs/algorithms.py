@@ -46,11 +46,13 @@ _TOKEN_PPO = {
     'names': (),
     'clipping_bias': {
       'norm': 'coefficient',  # coefficient | gradient
-      # With norm=coefficient, the loss is scaled by 1/rho where rho is above
-      # tau.
+      # rho is the root mean square of ratio * advantage over the tokens outside
+      # the bounds, divided by the same number of the tokens inside. With
+      # norm=coefficient, the loss is scaled by 1/rho where rho is above tau.
       'tau': 3.0,
       'scope': 'minibatch',  # minibatch | microbatch | sequence | turn
-      'level': 'token',  # the level of the ratio in rho: token | turn
+      # The level of the ratio that is compared with the bounds: token | turn.
+      'level': 'token',
       'applies_to': ('policy',),  # the losses that are scaled
       'floor': 1.0,  # with norm=gradient: the smallest divisor
     },

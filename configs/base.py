@@ -153,11 +153,11 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           # If the passages of its search contain a golden answer, and no
           # passages of earlier searches did.
           'turn_first_found': 0.0,
-          # Times the rise of the first golden answer's probability by the
-          # observation after the turn. The probabilities come from the policy
-          # that is about to be updated, also with rollout.steps_ahead. They
-          # cost up to max_turns + 1 forward passes for each trajectory, each
-          # over all tokens so far.
+          # Times the number by which the observation after the turn raises the
+          # probability of the first golden answer. The probabilities come from
+          # the policy that is about to be updated, also with
+          # rollout.steps_ahead. They cost up to max_turns + 1 forward passes
+          # for each trajectory, each over all tokens so far.
           'information_gain': 0.0,
           # Rewards of env.name=textworld.
           'solved': 1.0,  # reward of the trajectory, if the game is solved
@@ -229,7 +229,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # them, found no server, all searches wait until the server is ready,
         # for at most ready_timeout seconds; 1 = never.
         'max_failure_rate': 0.5,
-        'max_queries_per_request': 64,  # more queries are sent in more requests
+        'max_queries_per_request': 64,  # more queries go into several requests
       },
       'rollout': rollout.section(),
       'updates': {

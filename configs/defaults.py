@@ -35,9 +35,9 @@ DEFAULTS = {
       'least': 0.5,
       'most': 2.0,
     },
-    # Absolute bounds. First the upper and then the lower bound is raised, until
-    # the terms with a positive advantage sum to at least positive_share times
-    # the sum of the absolute values of all terms.
+    # Absolute bounds. First the upper and then the lower bound is raised, at
+    # most to its limit, until the terms with a positive advantage sum to at
+    # least positive_share times the sum of the absolute values of all terms.
     'balanced': {
       'low': 0.6,
       'high': 1.2,
@@ -70,7 +70,8 @@ DEFAULTS = {
       'decay_negative': 2.0,
     },
     # Of the tokens whose covariance of advantage and log-probability is between
-    # least and most, random tokens are cut: this share of the policy tokens.
+    # least and most, random tokens are cut, as many as this share of the policy
+    # tokens.
     'clip_cov': {'share': 2e-4, 'least': 1.0, 'most': 5.0},
     # This share of the policy tokens, with the highest covariance, gets a
     # penalty coefficient * |log r|.
@@ -160,7 +161,7 @@ DEFAULTS = {
   },
 }
 
-# Maps an option to the value with which runs behaved before it existed.
+# Maps an option to the value with which runs behaved before the option existed.
 BEFORE = {
   'advantage.critic_tokens': 'policy',
   'advantage.history': 0,

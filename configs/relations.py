@@ -84,7 +84,10 @@ def _family_exists(qkv_bias, qk_norm, experts, visited, width) -> Iterator[str]:
 def _kl_coefficient_stays_positive(
   controller, horizon, trajectories
 ) -> Iterator[str]:
-  """Checks that no step can make an adaptive KL coefficient 0 or negative."""
+  """Checks that no step can make an adaptive KL coefficient 0 or negative.
+
+  A step multiplies the coefficient by 1 - 0.2 trajectories / horizon or more.
+  """
   if controller == 'adaptive' and horizon <= trajectories / 5:
     yield (
       f'algorithm.kl.horizon={horizon}: must be greater than '

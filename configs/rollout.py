@@ -110,11 +110,11 @@ def section() -> dict[str, Any]:
     'steps_ahead': 0,
     # With steps_ahead, whether a turn takes the newest weights when it begins:
     # never | keep | recompute. never: a step is collected with one policy, and
-    # begins after the step before it. keep: a turn takes the newest weights,
-    # the cached keys and values of earlier tokens are kept, and a step begins
-    # in slots that the step before it leaves free. recompute: like keep, but
-    # the cached keys and values are computed again. At most steps_ahead steps
-    # lie between a turn and its update.
+    # begins when the collection of the step before it is complete. keep: a turn
+    # takes the newest weights, the cached keys and values of earlier tokens are
+    # kept, and a step begins in slots that the step before it leaves free.
+    # recompute: like keep, but the cached keys and values are computed again.
+    # At most steps_ahead steps lie between a turn and its update.
     'turn_swaps': 'never',
     # The folder of a run with turn_swaps that this run repeats bit for bit. A
     # turn waits for the version of the policy that wrote the turn in that run.

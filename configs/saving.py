@@ -35,8 +35,8 @@ def preemption() -> dict[str, Any]:
   return {
     # Seconds from the signal that ends a run until the process is killed, such
     # as terminationGracePeriodSeconds of Kubernetes. No save is begun if the
-    # last save took longer than the time that is left. An update in progress is
-    # abandoned shortly before the process is killed. 0 = the run always waits
-    # for the update in progress, and then always saves.
+    # last save took longer than the time that is left. An update that is still
+    # in progress shortly before the process is killed is lost. 0 = the run
+    # always waits for the update in progress, and then always saves.
     'grace': 0.0,
   }

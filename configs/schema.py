@@ -64,7 +64,8 @@ def _are_keys(names: Sequence[str]) -> bool:
   keys = [f'{key}.' for key in settings.flatten(base.get_config())]
   return all(
     isinstance(name, str)
-    # All keys below `algorithm` count, because choices add other options.
+    # Every name below `algorithm` counts as a key, because another choice has
+    # other options.
     and (
       name.startswith('algorithm.')
       or any(key.startswith(f'{name}.') for key in keys)
@@ -305,7 +306,7 @@ GONE = {
 
 
 def earlier() -> dict[str, Any]:
-  """Maps each key that old records lack to the value that old runs had."""
+  """Maps each key that old records lack to the old runs' value, as in JSON."""
   values = {
     name: key.before for name, key in KEYS.items() if key.before is not None
   }

@@ -83,7 +83,8 @@ class TokenBatch:
     expert_visits_BX: float32, how often a row's tokens visited each expert,
       summed over the layers, in the old policy's pass; None without experts.
     old_logprobs_BL: float32, the trainer's log-probabilities under the old
-      policy (`updates.old_policy`), which is the denominator of the ratio.
+      policy (`updates.old_policy`), whose probability is the denominator of the
+      ratio.
     ref_logprobs_BL: float32, log-probabilities under the frozen reference.
     values_BL: float32, V before this token, from the value model before the
       step's first update.

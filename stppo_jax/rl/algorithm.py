@@ -35,7 +35,8 @@ class Algorithm(options.Options):
     aggregate: how the tokens' terms become a scalar, one of
       `aggregation.AGGREGATES`.
     advantage: the estimator of advantages, one of `advantages.ADVANTAGES`.
-    kl: the penalty on the KL divergence from the reference.
+    kl: whether, where and how the KL divergence from the reference is
+      penalised.
   """
 
   ratio: ratios.Ratio = options.section(ratios.Ratio)

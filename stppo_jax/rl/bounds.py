@@ -125,13 +125,13 @@ def total_variation(
   fall: Number,
   rise: Number,
 ) -> tuple[Array, Array]:
-  """Returns bounds with which pi_old - fall <= pi <= pi_old + rise: DPPO.
+  """Returns bounds that limit how far each probability moves: DPPO.
 
     low, high = 1 - fall / pi_old, 1 + rise / pi_old
 
-  |pi - pi_old| is the total variation distance between two distributions over
-  two outcomes, "this token" and "any other token". Source: arXiv 2602.04879,
-  Binary-TV.
+  A ratio is trusted if pi_old - fall <= pi <= pi_old + rise. |pi - pi_old| is
+  the total variation distance between two distributions over two outcomes,
+  "this token" and "any other token". Source: arXiv 2602.04879, Binary-TV.
   """
   del statistics
   inverse_BL = jnp.exp(-_old_logprobs(context))

@@ -63,9 +63,10 @@ def _ratio(context):
 
 
 # Maps the option `truncated` to a factor. `tis` truncates the product of k and
-# the factor, and then divides the product by the factor. With 'product' the
-# factor is the ratio r, so `tis` truncates k r = pi_theta / mu, as in MiniRL
-# (arXiv 2512.01374). The objective multiplies by r again.
+# the factor, and then divides the truncated product by the factor. With
+# 'product' the factor is the ratio r, so `tis` truncates k r = pi_theta / mu,
+# which is staleness and mismatch together, as in MiniRL (arXiv 2512.01374). The
+# objective multiplies by r again.
 TRUNCATED: Mapping[str, Callable[[LossContext], Array]] = {
   'mismatch': _one,
   'product': _ratio,

@@ -129,7 +129,7 @@ def _totals_segment_sum(x_BL, ids_BL, num_segments):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _spread_segment_sum(x_BT, ids_BL, num_segments):
-  padded = jnp.pad(x_BT, ((0, 0), (1, 0)))  # column 0: tokens in no segment
+  padded = jnp.pad(x_BT, ((0, 0), (1, 0)))  # a 0 for tokens in no segment
   return jnp.take_along_axis(
     padded,
     _ids_in_range(ids_BL, num_segments),

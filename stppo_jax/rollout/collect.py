@@ -235,7 +235,7 @@ class Collector:
     for episode in episodes:
       try:
         episode.close()
-      except Exception as error:  # no trajectory needs a closed episode
+      except Exception as error:  # no trajectory depends on this call
         _log.warning(
           'an episode could not be closed: %s: %s', type(error).__name__, error
         )

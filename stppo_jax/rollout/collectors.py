@@ -1,9 +1,9 @@
 """Lets some hosts only collect while others learn (`mesh.collectors`).
 
-A host that only collects has a prefetcher, as other hosts have (see
-`prefetch`), but receives the weights over the network (`follow`). On the hosts
-that learn, `Collectors` takes the place of the prefetcher. A host that learns
-sends these messages:
+A host that only collects has a prefetcher, like every host of a run without
+such hosts (see `prefetch`). But the weights come over the network (`follow`).
+On the hosts that learn, `Collectors` takes the place of the prefetcher. A host
+that learns sends these messages:
 
     {"base": ...}                the frozen weights under adapters, at first
     {"weights": 7, ...}          the policy after 7 steps

@@ -63,8 +63,8 @@ class Collected:
   Attributes:
     trajectories: the trajectories to train on, group after group.
     metrics: the metrics of the collection.
-    seconds: the duration of the collection on each host whose collection this
-      host reports. Time in which an update ran counts, too.
+    seconds: the duration of the collection on each host that `metrics`
+      describes. Time in which an update ran counts, too.
   """
 
   trajectories: Trajectories

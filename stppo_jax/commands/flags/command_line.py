@@ -28,7 +28,9 @@ _OVERRIDE = 'config.'
 
 
 class Given(NamedTuple):
-  """What a parsed command line holds beside the values of its flags.
+  """Holds the arguments of a command line that set no flag, and its errors.
+
+  The values of the flags are in the `FlagValues`.
 
   Attributes:
     words: the arguments that are no flags.

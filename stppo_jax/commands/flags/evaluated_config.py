@@ -1,4 +1,4 @@
-"""Finds the config for `--checkpoint`, a run or a Hugging Face directory."""
+"""Finds the config for the run or Hugging Face directory in `--checkpoint`."""
 
 from collections.abc import Sequence
 import os
