@@ -98,10 +98,10 @@ class ArithmeticQuestions(questions_lib.Questions):
 class CalculatorDemonstrations(demonstrations.Demonstrations):
   """Demonstrations that call the calculator and answer with its result.
 
-  The demonstrator may err in both turns. An error in the first turn is to guess
-  the answer without a call, or to replace the second number of the question. An
-  error in the second turn is to answer with the first number of the question
-  instead of the result.
+  The demonstrator may err in each of its two turns. If it errs in the first
+  turn, it guesses the answer without a call, or it replaces the second number
+  of the question. If it errs in the second turn, it answers with the first
+  number of the question instead of the result.
 
   Attributes:
     questions: the questions of the run.
@@ -129,7 +129,7 @@ class CalculatorDemonstrations(demonstrations.Demonstrations):
       if error == 'no_call':
         guess = rng.integers(self.questions.max_number**2 + 1)
         return [f'<answer>{guess}</answer>']
-      # At most the first number, so that a difference is not negative.
+      # `other` is at most the first number, so that no difference is negative.
       other = rng.integers(int(first) + 1)
       expression = f'{first} {sign} {other}'
     answer = first if rng.random() < rate else _result(expression)
@@ -139,8 +139,8 @@ class CalculatorDemonstrations(demonstrations.Demonstrations):
 def vocabulary(max_number: int) -> list[str]:
   """Returns the strings that get a token of their own in a new tokenizer.
 
-  Every number up to the largest result is one token, so a small model copies
-  a number in one step.
+  Every number from 0 to the largest result is one token. So even a small model
+  can copy a number, because it has to generate only one token.
   """
   signs = [f' {sign} ' for sign in _OPERATIONS]
   return [*_QUESTION, *signs, *map(str, range(max_number**2 + 1))]

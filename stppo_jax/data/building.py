@@ -1,4 +1,4 @@
-"""Builds a data set: fetches or finds its files, reads them and writes it."""
+"""Builds a data set from its original files, which it fetches if needed."""
 
 import http.client
 import logging
@@ -65,7 +65,7 @@ def build(
 
 
 def _given(name: str, from_files: str) -> raw_files.Files:
-  """Returns, for each split, the files that `from_files` names."""
+  """Returns the files of each split, which the user gives in `from_files`."""
   pairs = [pair.partition(':') for pair in from_files.split(',')]
   if all(split in catalogue.SPLITS and file for split, _, file in pairs):
     files: dict[str, list[tables.TableFile]] = {}
@@ -114,7 +114,7 @@ def _fetched(root: pathlib.Path, name: str, mirror: str) -> raw_files.Files:
 
 
 def _download(url: str, path: pathlib.Path) -> None:
-  """Fetches a file, which gets its name only when it is complete.
+  """Fetches a file; `path` exists only when the file is complete.
 
   Raises:
     OSError, HTTPException: if the file cannot be fetched.

@@ -1,7 +1,8 @@
-"""The table of published data sets: where their files come from.
+"""The table of published data sets, which says where their files come from.
 
-The table has the address of each file that a program can fetch. For all other
-files it has the name, and the web page from which a person has to fetch them.
+The table has the address of each file that a program can fetch. For every other
+file the table has the name of the file, and the web page from which a person
+has to fetch the file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,9 @@ class Original:
   """A file of a published data set.
 
   Attributes:
-    split: the split that the file holds, one of SPLITS; TEST_IDS for a file of
-      ids.
-    pattern: the end of the file's path, as the authors name it; see
+    split: the split of the questions in the file, one of SPLITS; TEST_IDS if
+      the file holds ids of questions.
+    pattern: the end of the path that the authors gave the file; see
       `tables.find`.
     url: the address of the file, or of the archive that holds the file; '' if
       no program can fetch it.
@@ -59,7 +60,7 @@ class Published:
 
 
 def _at(base: str, **names: str) -> tuple[Original, ...]:
-  """Returns one file for each split, with `base` as the start of its URL."""
+  """Returns the file of each split; `base` is the start of all their URLs."""
   return tuple(
     Original(split, name, f'{base}/{name}', name)
     for split, name in names.items()
@@ -67,7 +68,7 @@ def _at(base: str, **names: str) -> tuple[Original, ...]:
 
 
 def _inside(url: str, download: str, **names: str) -> tuple[Original, ...]:
-  """Returns one file for each split, all inside the archive at `url`."""
+  """Returns the file of each split; all are inside the archive at `url`."""
   return tuple(
     Original(split, name, url, download) for split, name in names.items()
   )
@@ -158,7 +159,8 @@ PUBLISHED: Mapping[str, Published] = {
     'CC BY 4.0',
     formats.musique,
     (
-      # These have no URL, because no program can fetch the authors' archive.
+      # These files have no URL, because no program can fetch the archive of the
+      # authors.
       Original('train', 'musique_ans_v1.0_train.jsonl'),
       Original('validation', 'musique_ans_v1.0_dev.jsonl'),
     ),

@@ -69,7 +69,7 @@ class SyntheticDemonstrations:
       the same encyclopedia.
     noise: the error rate of the demonstrator in each step, and its seed.
     one_hop_steps: the number of steps at the start whose questions have one
-      hop, so that the policy learns to copy first.
+      hop, so that the policy first learns to copy an answer from a passage.
     think_words, error_turns, repair_rate: see `demonstrate`.
   """
 
@@ -115,21 +115,22 @@ class PassageDemonstrations:
   query only, or misreads the passage. After an error it gives the answer of
   another question.
 
-  A small model that was made from these passages alone learns to copy long
-  before it learns to read. With `quote_words`, the demonstrator therefore
-  copies: its query is the question, and its answer quotes the beginning of the
-  gold passage. It never misreads. In the steps without errors, about half of
-  the questions are replaced by an excerpt of their gold passage. Otherwise the
-  model would learn a few hundred questions by heart, and could copy no other
-  question.
+  A small model that is trained on these passages alone learns to copy text long
+  before it learns to read. If `quote_words` is not 0, the demonstrator
+  therefore copies: its query is the question, and its answer quotes the
+  beginning of the gold passage. It never misreads. In the steps without errors,
+  the text of about half of the questions is replaced by an excerpt of the gold
+  passage. Without the excerpts, the model would learn a few hundred questions
+  by heart, and could copy no other question into a query.
 
   Attributes:
     questions: the questions of the run.
     passages: the passages by id; empty if only a server has the passages.
     noise: the error rate of the demonstrator in each step, and its seed.
     max_searches: the largest number of searches in a dialogue.
-    quote_words: the largest number of words that an answer quotes; each answer
-      draws its number from 1 to this. If 0, the answer is a golden answer.
+    quote_words: the largest number of words that an answer quotes. The number
+      of each answer is drawn from 1 to `quote_words`. If `quote_words` is 0,
+      the answer is a golden answer.
   """
 
   questions: questions_lib.Questions
@@ -192,9 +193,9 @@ class PassageDemonstrations:
   def _excerpt(
     self, question: types.Question, rng: np.random.Generator
   ) -> types.Question:
-    """Returns the question; in half of the cases an excerpt is its text.
+    """Returns the question, whose text becomes an excerpt in half of the cases.
 
-    The excerpt consists of consecutive words of the gold passage.
+    The excerpt consists of consecutive words of the first gold passage.
     """
     gold = self._gold(question)
     if not gold or rng.random() < 0.5:
@@ -206,7 +207,7 @@ class PassageDemonstrations:
     return dataclasses.replace(question, text=excerpt or question.text)
 
   def _answer(self, question: types.Question, rng: np.random.Generator) -> str:
-    """Returns a golden answer, or the beginning of a gold passage."""
+    """Returns a golden answer, or with `quote_words` a quote of a passage."""
     gold = self._gold(question)
     if not (self.quote_words and gold):
       return question.golden_answers[0]
@@ -235,8 +236,8 @@ class StoredDemonstrations:
     """Reads the file.
 
     Args:
-      path: a file in JSON Lines or another format that `tables.read` reads; its
-        field `turns` is a list of texts, each with its closing tag.
+      path: a file in JSON Lines or another format that `tables.read` reads. The
+        field `turns` of a row is a list of texts, each with its closing tag.
       seed: the seed of the order of the demonstrations.
 
     Raises:

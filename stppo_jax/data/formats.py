@@ -1,10 +1,10 @@
 """Turns the rows of published data sets into rows of our schema.
 
-Each function takes a row as the authors publish it, or as a copy of the data
-set on the Hugging Face hub has it, and returns the fields that
-`readers.parse_question` takes. If a row has paragraphs, the field `context` is
-added. It is a list of triples: the title, the text, and whether the paragraph
-leads to the answer.
+The function of a data set takes a row in the form of the authors, or in the
+form that copies of the data set have on the Hugging Face hub. It returns the
+fields that `readers.parse_question` takes. If a row has paragraphs, the
+function adds the field `context`, a list of triples: the title of a paragraph,
+its text, and whether it leads to the answer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,8 @@ def hotpotqa(row: Any) -> Fields:
   supporting = {title for title, _ in facts}
   paragraphs = _pairs(_get(row, 'context'), 'title', 'sentences')
   return {
-    # The authors call it _id, the copies on the hub call it id.
+    # The field of the id is `_id` in the files of the authors, and `id` in
+    # copies on the hub.
     'id': row['_id'] if '_id' in row else _get(row, 'id'),
     'question': _get(row, 'question'),
     'answers': [_get(row, 'answer')],
@@ -103,7 +104,8 @@ def bamboogle(row: Any) -> Fields:
 def medqa(row: Any) -> Fields:
   """Converts a row of MedQA: options by letter, and the answer's letter."""
   options = _get(row, 'options')
-  if isinstance(options, list):  # some copies: [{"key": "A", "value": ...}]
+  # Some copies of the data set have a list: [{"key": "A", "value": ...}, ...].
+  if isinstance(options, list):
     options = {_get(o, 'key'): _get(o, 'value') for o in options}
   return _choice(_get(row, 'question'), options, _get(row, 'answer_idx'))
 
@@ -190,7 +192,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _pairs(value: Any, first: str, second: str) -> list[tuple[Any, Any]]:
-  """Returns pairs from a list of pairs, or from two columns as on the hub."""
+  """Returns pairs; `value` is a list of pairs, or two columns as on the hub."""
   value = _parsed(value)
   if isinstance(value, Mapping):
     return list(zip(_get(value, first), _get(value, second)))

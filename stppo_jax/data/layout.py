@@ -18,7 +18,7 @@ def folder(root: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def corpus(root: pathlib.Path, name: str) -> pathlib.Path:
-  """Returns the path of the file of the paragraphs of a data set."""
+  """Returns the path of the file that holds a data set's paragraphs."""
   return root / f'{name}.corpus.jsonl'
 
 
@@ -33,6 +33,6 @@ def check_built(root: pathlib.Path, name: str) -> None:
   if name not in names(root):
     there = ', '.join(names(root)) or 'none'
     raise ValueError(
-      f'{name}: not built in {root} (there are: {there}); '
+      f'{name}: not built in {root}, which has: {there}; to build it: '
       f'python -m stppo_jax data build {name} --root={root}'
     )

@@ -24,8 +24,8 @@ import numpy as np
 
 from stppo_jax import types
 
-# The order of a mixture with weights consists of cycles of this many questions.
-# The weights divide every cycle, rounded to whole questions.
+# If a mixture has weights, its order consists of cycles of this many questions.
+# The weights decide how many questions of a cycle come from each element.
 _CYCLE = 1000
 
 FIELDS: dict[str, Callable[[types.Question], int | str]] = {
@@ -76,9 +76,8 @@ class Element:
   Attributes:
     name: the name of a data set, or of a file.
     split: the split of the data set; '' if the mixture names none.
-    weight: the share of the questions of this element, relative to the weights
-      of the other elements; None for a share in proportion to the number of
-      questions.
+    weight: how many questions come from this element, relative to the weights
+      of the other elements; None if the number of its questions decides.
     limit: the largest number of questions that are used; None for no limit.
     filters: the conditions that every used question fulfils.
   """
@@ -104,7 +103,8 @@ class Element:
       passes = [all(f(q) for f in self.filters) for q in questions]
       indices = indices[passes]
     if self.limit is not None:
-      # A constant seed, so that runs with different seeds share the sample.
+      # The seed is constant, so that runs with different seeds get the same
+      # sample.
       order = np.random.default_rng(0).permutation(len(indices))
       indices = np.sort(indices[order[: self.limit]])
     if not len(indices):
@@ -214,14 +214,14 @@ class Mixture:
     return indices
 
   def _cycle(self, seeds: Sequence[int], cycle: int) -> list[int]:
-    """Returns the question indices of one cycle of the order."""
+    """Returns the indices of the _CYCLE questions of one cycle of the order."""
     assert self._quotas is not None
     # numpy pads short seeds with zeros. The 1 at the end keeps this seed
     # different from the seeds of the epochs of the elements.
     rng = np.random.default_rng((*seeds, cycle, len(self._sizes), 1))
-    # Each data set gets its exact number of turns in the cycle, and the turns
-    # are shuffled. If each turn drew a data set at random, a data set with a
-    # small weight could be missing from many steps.
+    # Each data set gets its exact number of places in the cycle, and the places
+    # are shuffled. If a data set were drawn at random for each place, a data
+    # set with a small weight could be missing from many steps.
     turns = rng.permutation(
       np.repeat(np.arange(len(self._sizes)), self._quotas)
     )
@@ -239,7 +239,7 @@ def epochs(
 
   Args:
     seeds: the integers that together seed the order.
-    size: the number of indices, which is the length of an epoch.
+    size: the number of different indices, which is the length of an epoch.
     start: the position in the order from which indices are returned.
     count: the number of returned indices.
   """
@@ -255,7 +255,7 @@ def epochs(
 
 
 def _quotas(weights: Sequence[float]) -> list[int]:
-  """Returns the number of questions of each element in a cycle, at least one.
+  """Returns how many questions of a cycle each element gets, at least one.
 
   Raises:
     ValueError: if a weight is too small for one question of a cycle.
@@ -266,8 +266,8 @@ def _quotas(weights: Sequence[float]) -> list[int]:
       f'a weight is less than 1/{_CYCLE} of the sum of all weights; leave the '
       'data set out'
     )
-  # Rounding down leaves some questions of the cycle without an element. They go
-  # to the elements with the largest remainders.
+  # Rounding down leaves some questions of the cycle without an element. The
+  # elements with the largest remainders get one of these questions each.
   quotas = np.floor(shares).astype(int)
   most = np.argsort(quotas - shares, kind='stable')
   quotas[most[: _CYCLE - quotas.sum()]] += 1

@@ -60,7 +60,7 @@ class Questions(Protocol):
     ...
 
   def passages(self) -> Sequence[types.Passage] | None:
-    """Returns the passages of all questions; None if each world has its own."""
+    """Returns the passages of all questions; None if worlds have passages."""
     ...
 
   def world_passages(self, world: int) -> Sequence[types.Passage]:
@@ -76,9 +76,9 @@ class Questions(Protocol):
 class SyntheticQuestions(Questions):
   """Questions about a new synthetic world in every step.
 
-  World 0 is for evaluation. The encyclopedia does not depend on the seed of the
-  run: runs of different seeds train on different worlds of the encyclopedia and
-  are evaluated on the same questions.
+  The evaluation questions are about world 0. The encyclopedia does not depend
+  on the seed of the run. So runs of different seeds train on different worlds
+  of the same encyclopedia, and are evaluated on the same questions.
 
   Attributes:
     seed: the seed of the run.
@@ -111,7 +111,7 @@ class SyntheticQuestions(Questions):
     return world, world.chains(count, hops=hops)
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
-    """See `Questions`; the questions of each number of hops are a data set."""
+    """See `Questions`; each number of hops has a data set of its own."""
     world = self._world(0)
     result = {}
     for hops in self.hops:
@@ -135,11 +135,15 @@ class SyntheticQuestions(Questions):
 
 
 def _index(run: int, step: int) -> int:
-  """Returns the index of the world of a step; run 0 is for demonstrations."""
+  """Returns the index of the world that the questions of a step are about.
+
+  `run` is 0 for demonstrations, and the seed of the run plus 1 for training.
+  """
   most = _WORLDS_PER_RUN - synthetic_wiki.NUM_EVALUATION_WORLDS
   if not 0 <= step < most:
     raise ValueError(
-      f'step {step}: a run has a world for each step, and at most {most} steps'
+      f'step {step}: a run has one world for each step, and at most {most} '
+      'steps'
     )
   return _WORLDS_PER_RUN * run + synthetic_wiki.NUM_EVALUATION_WORLDS + step
 
@@ -147,9 +151,10 @@ def _index(run: int, step: int) -> int:
 class StoredQuestions(Questions):
   """Questions and passages from files, or from data sets that were built.
 
-  A step takes the next `count` questions of the mixture's order. The questions
-  of its resampling rounds are a random sample of all other questions. These
-  questions still come up at their own positions in the order.
+  A step takes the next `count` questions in the order of the mixture. If the
+  step replaces questions, the replacements are a random sample of all other
+  training questions. A replacement still comes up at its own position in the
+  order.
 
   Args:
     seed: the seed of the order of the training questions.
@@ -173,7 +178,7 @@ class StoredQuestions(Questions):
     self._corpus = corpus
 
   def training_sample(self, count: int) -> list[types.Question]:
-    """See `Questions`; at most 4,096, which are checked in 1 or 2 seconds."""
+    """See `Questions`; at most 4,096 questions, checked in 1 or 2 seconds."""
     del count
     total = len(self._train)
     # The indices are evenly spaced, because the questions of a data set lie
@@ -212,8 +217,8 @@ class StoredQuestions(Questions):
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
     """See `Questions`; returns a fixed random sample of each data set."""
-    # A constant seed, not the seed of the run, because scores of runs can be
-    # compared only on the same questions.
+    # The seed is constant and not the seed of the run, because scores of runs
+    # can be compared only on the same questions.
     order = np.random.default_rng(0).permutation(len(self._evaluation))
     result = {}
     for index in order:
@@ -227,8 +232,8 @@ class StoredQuestions(Questions):
     """See `Questions`; the file is read once."""
     if self._corpus is None:
       raise ValueError(
-        "data.corpus='': must name a file, whose passages are served here or "
-        'train a tokenizer'
+        "data.corpus='': must name the file of passages to serve, or to train "
+        'a tokenizer on'
       )
     return self._passages
 

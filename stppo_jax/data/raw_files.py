@@ -45,8 +45,8 @@ def in_place(name: str, place: pathlib.Path) -> Files:
   for original in originals:
     for file in tables.find(place, original.pattern):
       found.setdefault(original.split, []).append(file)
-  # A split may be absent. The file of test ids may not, because it divides the
-  # questions into splits.
+  # A split may be absent. The file of test ids must not be absent, because it
+  # divides the questions into splits.
   needed_splits = {original.split for original in originals}
   undivided = catalogue.TEST_IDS in needed_splits - found.keys()
   if undivided or not found.keys() - {catalogue.TEST_IDS}:
@@ -120,7 +120,8 @@ def _read_file(
     fields = {'id': identity, 'dataset': name, **fields}
     gold = [*fields.get('gold_pids', ())]
     for title, text, is_gold in fields.pop('context', ()):
-      # The id is a hash of the content, because questions share paragraphs.
+      # The id of a passage is a hash of its content, so that a paragraph of
+      # several questions becomes one passage.
       digest = hashlib.sha256(f'{title}\n{text}'.encode()).hexdigest()[:16]
       passage = types.Passage(f'{name}-{digest}', title, text)
       passages.setdefault(passage.id, passage)

@@ -33,8 +33,8 @@ def read_questions(
 ) -> list[types.Question]:
   """Reads questions in the order of the file; empty lines are skipped.
 
-  A question without an id gets the number of its row. A question without a
-  data set gets the name of the file up to the first dot.
+  If a question has no id, its id is the number of its row. If a question names
+  no data set, its data set is the name of the file up to the first dot.
 
   Args:
     file: the file; see `tables.read` for its formats.
@@ -119,7 +119,7 @@ def parse_question(fields: Any) -> types.Question:
   `answer_key`, at least one answer must be the letter or the text of an option.
 
   Raises:
-    ValueError: if a key is missing or has a bad value.
+    ValueError: if a field is missing or has a bad value.
   """
   if not isinstance(fields, Mapping):
     raise ValueError('expected an object')
@@ -155,7 +155,7 @@ def parse_question(fields: Any) -> types.Question:
 
 
 def fields_of(question: types.Question) -> dict[str, Any]:
-  """Returns the fields from which `parse_question` makes the same question."""
+  """Returns fields from which `parse_question` makes the given question."""
   kinds = {theirs: ours for ours, theirs in _KINDS.items()}
   return {
     'id': question.id,

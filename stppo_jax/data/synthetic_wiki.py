@@ -93,7 +93,7 @@ class Entity:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-  """A question, and the relations that lead from `start` to its answer."""
+  """A question, and the relations from the entity `start` to the answer."""
 
   question: types.Question
   start: str
@@ -120,10 +120,10 @@ class World:
     ]
 
   def chains(self, count: int, *, hops: Sequence[int]) -> list[Chain]:
-    """Returns `count` different questions, which cycle through `hops`.
+    """Returns `count` different chains, with each number of `hops` in turn.
 
     Raises:
-      ValueError: if too few such questions are found.
+      ValueError: if too few different chains are found.
     """
     rng = np.random.default_rng((0, self.index, 1))
     names = list(self.entities)

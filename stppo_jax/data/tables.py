@@ -128,7 +128,7 @@ def _opened(file: TableFile) -> Iterator[IO[bytes]]:
     else:
       archive = stack.enter_context(tarfile.open(file.path))
       stream = archive.extractfile(file.member)
-      assert stream is not None  # it is listed as a file
+      assert stream is not None  # `find` returns no folder of an archive
       stack.enter_context(stream)
     if name.endswith('.gz'):
       stream = stack.enter_context(gzip.open(stream))
@@ -196,8 +196,9 @@ def keys(file: TableFile) -> set[str]:
 def _rows(file: TableFile) -> Iterator[tuple[str, int, Any]]:
   """Yields the place, the number and the value of each row.
 
-  The place is a text for error messages: `FILE:7`, which editors understand, if
-  a row is a line of the file, otherwise `FILE: row 7`.
+  The place is a text for error messages. If a row is a line of the file, the
+  place is `FILE:7`, a form with which editors open the line. Otherwise the
+  place is `FILE: row 7`.
 
   Raises:
     ValueError: if the file cannot be read; the message is one line that names
@@ -281,8 +282,8 @@ def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
       (line for _, line in numbered_lines(text, file)),
       fieldnames=list(file.columns) or None,
       delimiter='\t' if file.suffix == '.tsv' else ',',
-      # If not strict, the reader would turn all text after a quote that is
-      # never closed into one cell, without an error.
+      # Without this option, the reader would read all text after a quote that
+      # is never closed as one cell, without an error.
       strict=True,
     )
     try:
@@ -295,8 +296,8 @@ def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
           raise ValueError(f'{place}: expected {names} columns')
         yield place, reader.line_num, row
     except csv.Error as error:
-      # `reader` itself only knows the line of the last row without an error.
-      # The inner reader knows the line of the error.
+      # `reader.line_num` is the line of the last row that has no error, and
+      # `reader.reader.line_num` is the line of the error.
       number = reader.reader.line_num
       raise ValueError(f'{file}:{number}: {error}') from error
 

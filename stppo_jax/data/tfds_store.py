@@ -1,4 +1,4 @@
-"""Writes questions as `tensorflow_datasets` and reads them by index.
+"""Writes questions in the form of `tensorflow_datasets`, and reads them.
 
     ROOT/search_questions/NAME/VERSION    array_record files and their metadata
 
@@ -41,8 +41,9 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
 
   VERSION = tfds.core.Version(layout.VERSION)
   name = layout.BUILDER
-  # If this were a path, the library would look for more files beside this
-  # module. For that it would import a package that is no requirement of it.
+  # If this were a path, the library would look beside this module for more
+  # files about the data set. To look for them, it would import a package that
+  # is not installed with the library.
   code_path = None  # type: ignore[assignment]
 
   def __init__(

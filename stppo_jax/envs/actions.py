@@ -6,7 +6,7 @@ import re
 
 from stppo_jax.envs import protocol
 
-# A longer query is an invalid action, so that no server has to refuse a query.
+# A search with a longer query is invalid, so that no server has to refuse it.
 MAX_QUERY_CHARS = 2048
 STOP_STRINGS: tuple[str, ...] = ('</search>', '</answer>')
 
@@ -35,9 +35,10 @@ def parse_action(
   name, whatever text follows this tag, as in Search-R1. Tags are matched
   literally: `</Search>` is plain text.
 
-  A turn without such an element, with an empty query or with a query of more
-  than MAX_QUERY_CHARS characters is invalid. All three are the policy's own
-  mistakes, so the policy is trained on the turn as on any other turn.
+  The action is invalid if the turn has no such element. A search is also
+  invalid if its query is empty or has more than MAX_QUERY_CHARS characters. All
+  three are the policy's own mistakes, so the policy is trained on the turn as
+  on any other turn.
 
   Args:
     text: the text that the policy wrote in the turn.

@@ -59,7 +59,8 @@ class Calculator:
       raise tool.ToolError(
         f'the expression has more than {_MAX_EXPRESSION_CHARS} characters'
       )
-    # Tasks need a running event loop, so the first call creates the tasks.
+    # Only a running event loop can create tasks, so the first call creates the
+    # tasks that answer all calls.
     if self._calls is None:
       self._calls = asyncio.Queue()
       self._workers = [
@@ -86,7 +87,7 @@ class Calculator:
           process = await _end(process)
           result = self._failure(error)
         if answer.done():
-          continue  # the caller was cancelled
+          continue  # the caller was cancelled and waits for no answer
         if isinstance(result, Exception):
           answer.set_exception(result)
         else:

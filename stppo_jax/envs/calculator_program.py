@@ -21,7 +21,7 @@ import resource
 import sys
 from typing import Any
 
-_MEMORY = 512 * 2**20  # bytes of the address space of this process
+_MEMORY = 512 * 2**20  # the limit of this process's address space, in bytes
 
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
   ast.Add: operator.add,
@@ -62,7 +62,7 @@ def evaluate(expression: str) -> Any:
 
   Raises:
     ValueError: if the expression is not arithmetic.
-    Exception: if the evaluation fails, such as with ZeroDivisionError.
+    Exception: if the evaluation fails, for example a ZeroDivisionError.
   """
   return _value(ast.parse(expression.strip(), mode='eval').body)
 
@@ -95,8 +95,8 @@ def _reply(line: str) -> dict[str, str]:
 
 
 def main() -> None:
-  """Prints a reply to each line of the standard input until it ends."""
-  # The limits of this process may be lower already and cannot be raised then.
+  """Prints a reply to each line of the standard input, until the input ends."""
+  # If the limits of this process are lower already, they cannot be raised.
   with contextlib.suppress(ValueError, OSError):
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     # Otherwise each expression that crashes the process would leave a core

@@ -19,7 +19,7 @@ ENVIRONMENTS: dict[str, type[protocol.Environment]] = {
 
 
 def find(name: str) -> type[protocol.Environment]:
-  """Returns the class of the environment of a name.
+  """Returns the environment class that has a name in ENVIRONMENTS.
 
   Raises:
     ValueError: if no environment has this name; the message lists the choices.

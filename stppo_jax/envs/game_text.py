@@ -1,4 +1,4 @@
-"""Reads and writes the turns of text games, each of which has a command."""
+"""Reads and writes turns of text games; a turn gives the game one command."""
 
 from stppo_jax.envs import actions
 from stppo_jax.envs import protocol
@@ -24,8 +24,8 @@ def parse(text: str) -> str | None:
 
 def write(command: str) -> str:
   """Returns a turn that gives a command."""
-  # The space belongs to the first word, because the tokens of the words of
-  # games begin with a space, see `text_games`.
+  # The command begins with a space, because the tokens for the words of games
+  # begin with a space, see `TextWorldEnvironment.phrases`.
   return f'<action> {command}</action>'
 
 

@@ -46,7 +46,8 @@ class GymnasiumEnvironment(protocol.Environment):
     max_turns: the number of actions that get an observation.
     prompt_template: a file in which `{question}` is replaced by the first
       observation; '' for the built-in prompt.
-    timeout: the seconds that a call of `make`, `reset` or `step` may take.
+    timeout: the seconds that `make` and `reset` may take together, and the
+      seconds that a call of `step` may take.
 
   Raises:
     ValueError: if the file of the prompt cannot be used.
@@ -79,7 +80,7 @@ class GymnasiumEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """Returns the tags, the vocabulary and the correction."""
+    """See `protocol.Environment`; adds the tags and the text of corrections."""
     return [*game_text.TAGS, *vocabulary, game_text.CORRECTION]
 
   def episode(self, question: types.Question) -> '_Episode':
@@ -203,11 +204,12 @@ def load(name: str) -> Any:
 def _start(call: Callable[[], Any]) -> futures.Future:
   """Starts a call on a thread of its own, and returns its future.
 
-  There is no pool of threads: calls that never return would use up its threads,
-  and the process would wait for these threads at its end.
+  There is no pool of threads, because calls that never return would use up the
+  threads of a pool, and the process would wait for these threads when it ends.
   """
   future: futures.Future = futures.Future()
-  # A future that is running cannot be cancelled, so `run` can always set it.
+  # A future that is running cannot be cancelled, so `run` can always set its
+  # result.
   future.set_running_or_notify_cancel()
 
   def run() -> None:
@@ -225,7 +227,7 @@ def _too_long(method: str, timeout: float) -> str:
 
 
 def _close_late(begun: futures.Future) -> None:
-  """Closes an environment that started only after its caller had given up."""
+  """Closes an environment whose start took so long that the caller gave up."""
   if begun.exception() is None:
     made, _ = begun.result()
     _close(made)

@@ -48,8 +48,8 @@ class McpTool:
     again.
     """
     try:
-      # Arguments that cannot be sent would break the connection, which all
-      # calls share.
+      # The arguments are encoded here only as a check. Arguments that cannot be
+      # encoded would break the connection, which all calls share.
       json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
       raise tool.ToolError(f'the arguments cannot be sent: {error}') from error
@@ -59,7 +59,7 @@ class McpTool:
 
 
 def connect(address: str, *, timeout: float) -> list[McpTool]:
-  """Returns the tools of a server; a process asks for their list only once.
+  """Returns the tools of a server; the list of them is cached.
 
   Args:
     address: http://... or https://..., or a command such as 'python server.py'.
@@ -128,8 +128,8 @@ class _Server:
       self._task = asyncio.create_task(self._connect(self._client))
     connected = self._client
     try:
-      # Shielded, because other calls wait for the same connection: if this call
-      # is cancelled, the connection must not be.
+      # Without the shield, the cancellation of this call would also cancel the
+      # future for which other calls wait.
       client = await asyncio.shield(connected)
       result = await client.call_tool(name, arguments)
     except mcp.MCPError as error:
@@ -187,7 +187,7 @@ def _is_url(address: str) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-  """Returns an error, or the first error of a group, as one line."""
+  """Returns one line about an error, or about the first error of a group."""
   while isinstance(error, BaseExceptionGroup):
     error = error.exceptions[0]
   return ' '.join(f'{type(error).__name__}: {error}'.split())

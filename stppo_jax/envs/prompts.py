@@ -1,4 +1,4 @@
-"""The texts of the search dialogue: prompt, passages, correction, phrases."""
+"""The texts of a search dialogue: the prompt, and answers to the policy."""
 
 from collections.abc import Sequence
 import pathlib
@@ -23,7 +23,7 @@ Question: {question}
 """
 
 _INFORMATION = ('\n\n<information>', '</information>\n\n')
-# Punctuation and headings of the prompt and of observations, for `phrases`.
+# The fixed parts of prompts and observations that get a token of their own.
 _FORM = ('Question:', *(f'Doc {i}(Title:' for i in range(1, 10)), ')')
 _CORRECTION = (
   'No valid action. Write a query inside <search> and </search>, or the '
@@ -76,8 +76,8 @@ def information(passages: Sequence[types.Passage]) -> protocol.Observation:
   )
   return protocol.Observation(
     prefix=_INFORMATION[0],
-    # Neutralised as one text, because a tag could be spread over a title and
-    # the text behind it.
+    # All passages are neutralised as one text, because a tag could begin in a
+    # title and end in the text after the title.
     body=text_lib.neutralise_tags(body),
     suffix=_INFORMATION[1],
   )
@@ -85,7 +85,8 @@ def information(passages: Sequence[types.Passage]) -> protocol.Observation:
 
 def correction() -> protocol.Observation:
   """Returns the observation that follows a turn without a valid action."""
-  # The text is our own, so it is a prefix, whose tags are not neutralised.
+  # The text is our own, so it is the prefix of the observation. Tags in a
+  # prefix are not neutralised.
   return protocol.Observation(f'\n\n{_CORRECTION}\n\n', body='', suffix='')
 
 

@@ -104,8 +104,8 @@ def golden_choices(
   """Returns the letters of the golden options.
 
   Golden answers are first read as the texts of options, because "A" may be the
-  name of a vitamin. If no golden answer is the text of an option, they are read
-  like the policy's answer, as letters first.
+  text of an option, such as a vitamin. If no golden answer is the text of an
+  option, the golden answers are read like the policy's answer, see `choose`.
   """
   texts = {_plain(golden) for golden in golden_answers}
   keys = {key for key, text in options.items() if _plain(text) in texts}
@@ -138,8 +138,8 @@ def answer_scores(question: types.Question, answer: str) -> dict[str, float]:
 def weighted(
   weights: Mapping[str, float], scores: Mapping[str, float]
 ) -> dict[str, float]:
-  """Returns the rewards by name: each weight times the score of its name."""
-  # The config calls the score EXACT_MATCH by its long name.
+  """Returns the rewards by name; a reward is a weight times its score."""
+  # In the config, the weight of the score EXACT_MATCH is named `exact_match`.
   measures = {'exact_match': scores[EXACT_MATCH], **scores}
   return {name: weight * measures[name] for name, weight in weights.items()}
 
@@ -227,7 +227,7 @@ def _plain(text: str) -> str:
 
 
 def _well_formed(text: str, kind: str) -> bool:
-  """Returns whether a turn has the right form, with an action of a kind."""
+  """Returns whether a turn has the right form and its action is a `kind`."""
   text = _END_OF_TURN.sub('', text)
   return (
     text.endswith(f'</{kind}>')

@@ -74,14 +74,16 @@ class SearchEnvironment(protocol.Environment):
     if rewards['substring_match'] and not rewards['exact_match']:
       self.main_score = rewards_lib.SUBSTRING_MATCH
     self._find_answer = rewards_lib.SCOPES[reward_scope]
-    self._has_found = False  # whether a passage had a golden answer so far
+    # Whether an earlier search of the episode found a golden answer.
+    self._has_found = False
 
   @classmethod
   def from_options(
     cls, options: Mapping[str, Any], retriever: retrieval.Retriever | None
   ) -> Self:
     """See `protocol.Environment`."""
-    assert retriever is not None  # `needs_retriever` is True
+    # `needs_retriever` is True, so the caller passes a retriever.
+    assert retriever is not None
     return cls(
       retriever=retriever,
       max_turns=options['max_turns'],
@@ -104,11 +106,12 @@ class SearchEnvironment(protocol.Environment):
     return prompts.fill(self._template, question)
 
   def episode(self, question: types.Question) -> Self:
-    """Returns this object, or a copy that remembers if an answer was found."""
+    """Returns this object; with `turn_first_found`, returns a copy of it."""
     del question
     if not self._weights['turn_first_found']:
       return self
-    # The shallow copy shares the retriever and has a `_has_found` of its own.
+    # The shallow copy shares the retriever. It has a `_has_found` of its own,
+    # because this attribute belongs to one episode.
     episode = copy.copy(self)
     episode._has_found = False
     return episode

@@ -36,8 +36,8 @@ _KEPT_STATES = 16 * _KEPT_GAMES
 _DIRECTIONS = {'north_of': ('north', 'south'), 'west_of': ('west', 'east')}
 _CONDITIONS = ('open', 'closed', 'locked')
 
-# These commands are not offered. They change nothing in a game, and their
-# answers would tell nothing that observations do not tell.
+# Commands that the policy cannot give. They change nothing in a game, and their
+# answers would tell nothing that the other observations do not tell.
 _IDLE = ('examine', 'inventory', 'look')
 
 BUILT_IN = f"""\
@@ -95,7 +95,8 @@ class TextWorldEnvironment(protocol.Environment):
     self._game = functools.lru_cache(_KEPT_GAMES)(
       functools.partial(_make_game, rooms, objects, quest_length)
     )
-    # Cached, because demonstrations reach the same states again and again.
+    # The choices of a state are cached, because demonstrations reach the same
+    # states again and again.
     self._choices = functools.lru_cache(_KEPT_STATES)(self._choices_after)
 
   @classmethod
@@ -114,7 +115,7 @@ class TextWorldEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """Returns the tags, the vocabulary and the words of TextWorld.
+    """See `protocol.Environment`; adds the tags and the words of games.
 
     Raises:
       ValueError: if the package `textworld` is missing.
@@ -125,7 +126,7 @@ class TextWorldEnvironment(protocol.Environment):
 
   @staticmethod
   def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
-    """Returns the mean number of commands per trajectory that a game obeyed."""
+    """Returns the mean number of a trajectory's commands that were possible."""
     return {
       'env/number_of_commands': protocol.mean_turns(trajectories, 'command')
     }
@@ -250,7 +251,7 @@ def _require_textworld() -> None:
 
 @functools.cache
 def _words_of_games() -> list[str]:
-  """Returns all words that occur in names and objectives of games."""
+  """Returns all words of the grammar that forms names and objectives."""
   from textworld.generator import text_grammar  # pyright: ignore[reportMissingImports]
 
   files = text_grammar.Grammar().grammar_files
@@ -290,7 +291,7 @@ class _Game:
     return self._progress.failed
 
   def solution(self) -> list[str]:
-    """Returns commands that solve the game from here; [] if there are none."""
+    """Returns commands that solve the game from now on; [] if none do."""
     return [self._command(action) for action in self._solution or ()]
 
   def distance(self) -> int:
@@ -336,7 +337,7 @@ class _Game:
       for word in _CONDITIONS
       for (variable,) in facts.get(word, ())
     }
-    # The type P is the player, and I is the inventory.
+    # In TextWorld, the type P is the player, and the type I is the inventory.
     (here,) = [r for who, r in facts['at'] if who.type == 'P']
     yield f'You are in the {name(here)}.'
     seen = []

@@ -20,9 +20,9 @@ class Tool(Protocol):
   """A function that the policy can call by name.
 
   Attributes:
-    description: the function as chat templates expect it,
-      `{'type': 'function', 'function': {'name', 'description', 'parameters'}}`,
-      whose parameters are a JSON schema.
+    description: the function in the form that chat templates expect:
+      `{'type': 'function', 'function': {'name', 'description', 'parameters'}}`.
+      The parameters are a JSON schema.
   """
 
   @property

@@ -36,11 +36,12 @@ _CORRECTION = (
   'the answer inside <answer> and </answer>.'
 )
 # Longer output of a tool is cut before its tags are neutralised and before it
-# is tokenised, because both would take long. An observation holds fewer tokens
-# than this number of characters anyway.
+# is tokenised, because both would take long. Nothing is lost, because an
+# observation never holds as many tokens as this number.
 _MAX_OUTPUT_CHARS = 65536
 
-# The chat template of a model may describe the tools to the model, too.
+# The prompt describes the tools. The chat template of a model may describe them
+# a second time.
 BUILT_IN = f"""\
 Answer the question at the end of this message. You may call these tools:
 {{tools}}
@@ -76,8 +77,9 @@ class ToolsEnvironment(protocol.Environment):
     Args:
       tools: the tools that the policy can call.
       max_turns: the largest number of calls per question.
-      prompt_template: a file with `{question}`, in which `{tools}` becomes a
-        line for each tool; '' for the built-in prompt.
+      prompt_template: a file that contains `{question}`. If it also contains
+        `{tools}`, this is replaced by a line for each tool. '' for the built-in
+        prompt.
       rewards: the weight of each of REWARD_NAMES.
 
     Raises:
@@ -123,7 +125,7 @@ class ToolsEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """Returns tags, fixed parts of calls, the vocabulary and the correction."""
+    """See `protocol.Environment`; adds the tags and fixed parts of calls."""
     calls = [
       f'{{"name": "{name}", "arguments": {{"{argument}": "'
       for name, kind in TOOLS.items()
@@ -257,7 +259,8 @@ def _call(text: str, rest: str | re.Pattern[str]) -> Call | None:
   """
   text = text.lstrip()
   try:
-    # Unlike `loads`, this allows text after the object, such as an end token.
+    # Unlike `loads`, `raw_decode` allows text after the JSON object, such as an
+    # end-of-turn token.
     fields, end = json.JSONDecoder().raw_decode(text)
   except (ValueError, RecursionError):
     return None

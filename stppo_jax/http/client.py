@@ -41,7 +41,8 @@ class Pauses(NamedTuple):
 
   Attributes:
     first: the pause before the first retry; doubled for each further retry.
-    longest: the longest pause that doubling can reach.
+    longest: the longest pause that doubling can reach, before the random factor
+      of `Client.back_off`.
     longest_retry_after: the longest pause that a Retry-After header can cause,
       so that a server with a wrong clock does not stop the run.
     health: the pause between two health checks of a server that is not ready.
@@ -121,9 +122,10 @@ class Client:
       timeout: seconds per request.
       token_variable: the environment variable that holds the bearer token; it
         is read now.
-      max_concurrent: the most POSTs in flight; further POSTs wait. None = no
-        bound.
-      gate: makes POSTs wait while the server fails; None = no gate.
+      max_concurrent: the largest number of POSTs in flight; further POSTs wait.
+        None for no limit.
+      gate: the gate that makes POSTs wait while the server fails; None for no
+        gate.
     """
     self.url = url
     self.timeout = timeout
@@ -222,9 +224,10 @@ class Client:
         headers['Authorization'] = f'Bearer {self._token}'
       self._session = aiohttp.ClientSession(
         headers=headers,
-        auto_decompress=False,  # A small reply must not grow large in memory.
-        # `_slots` bounds the requests. If aiohttp's pool did, the wait for a
-        # connection would count towards the timeout.
+        # Otherwise a small compressed reply could fill the memory.
+        auto_decompress=False,
+        # `_slots` limits the number of requests. If aiohttp's pool limited it,
+        # the wait for a connection would count towards the timeout.
         connector=aiohttp.TCPConnector(limit=0),
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,  # no proxy from the environment
@@ -251,7 +254,8 @@ class Client:
           raise await self._failure_of_status(response)
         return await self._read(response)
     except (aiohttp.ClientError, OSError) as error:
-      # Some timeouts of aiohttp are connection errors, too.
+      # This test comes first, because some timeouts of aiohttp are connection
+      # errors, too.
       if isinstance(error, TimeoutError):
         line = f'no reply within {timeout:g} s'
         raise Failure(line, Cause.TIMEOUT) from error
@@ -304,7 +308,7 @@ def retry_after_seconds(value: str | None) -> float:
   except ValueError:
     try:
       date = email_utils.parsedate_to_datetime(value)
-    except (ValueError, OverflowError):  # not a date, or one out of range
+    except (ValueError, OverflowError):  # not a date, or a date out of range
       return 0.0
     if date.tzinfo is None:
       date = date.replace(tzinfo=datetime.UTC)

@@ -1,4 +1,4 @@
-"""Limits the number of a server's connections, and the time for headers.
+"""Limits the connections of a server, and how long headers may take.
 
 A client can hold a connection at no cost by sending nothing, or a byte at a
 time, but the connection costs the server a file descriptor. So the headers of a
@@ -30,10 +30,10 @@ def bounded_by_descriptors(max_connections: int) -> int:
 
 
 class Connection(asyncio.Protocol):
-  """Passes all events on to a protocol, and limits the time for headers.
+  """Passes all events on to a protocol, and limits how long headers may take.
 
   Attributes:
-    transport: the transport, once connected.
+    transport: the transport; set when the client has connected.
     is_busy: whether the server is answering a request that it has read.
   """
 
@@ -114,7 +114,7 @@ class Connections:
   def guard(
     self, make_protocol: Callable[[], asyncio.Protocol]
   ) -> Callable[[], asyncio.Protocol]:
-    """Returns a factory of protocols that adds connections to this table."""
+    """Returns `make_protocol` with a `Connection` around what it makes."""
     return lambda: Connection(self, make_protocol())
 
   def find(self, transport: asyncio.BaseTransport | None) -> Connection | None:
@@ -132,7 +132,7 @@ class Connections:
       if oldest is None:
         return False
       self.remove(oldest)
-      # `close` would first wait until the client has read the data sent to it.
+      # Unlike `abort`, `close` would wait until the client has read all data.
       oldest.transport.abort()
     self._open[connection.transport] = connection
     return True

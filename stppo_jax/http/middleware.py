@@ -15,11 +15,12 @@ class Limits:
   """The limits of what clients may request.
 
   Attributes:
-    max_body_bytes: the most bytes in the body of a request; a larger body gets
-      a 413.
+    max_body_bytes: the most bytes in the body of a request; a request with a
+      larger body gets a reply with status 413.
     max_concurrent: the most POSTs that are answered at the same time; further
-      POSTs get a 429. A POST counts only after its body has come.
-    retry_after: seconds that a 429 names in Retry-After.
+      POSTs get replies with status 429. A POST counts only after its body has
+      come.
+    retry_after: seconds that the header Retry-After of such a reply names.
     body_timeout: seconds that a client may take to send a body.
     header_timeout: seconds that a client may take to send headers.
     max_connections: the most connections; half of the process's file
@@ -78,7 +79,7 @@ def answered(connections: connections_lib.Connections):
 
 
 def authorize(token: str):
-  """Returns a middleware that refuses requests without the token; '' = none."""
+  """Returns a middleware that requires a bearer token; '' requires no token."""
   # Compared as bytes, because compare_digest refuses text beyond ASCII.
   expected = f'Bearer {token}'.encode()
 
@@ -97,7 +98,7 @@ def authorize(token: str):
 
 
 def bound(limits: Limits, connections: connections_lib.Connections):
-  """Returns a middleware that reads bodies and refuses POSTs beyond the limit.
+  """Returns a middleware that reads bodies, and limits the POSTs in flight.
 
   A POST counts only after its body has come, so that slow clients do not use up
   the limit. GETs are quick and do not count.

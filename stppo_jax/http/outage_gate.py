@@ -59,10 +59,11 @@ class OutageGate:
 
   @contextlib.asynccontextmanager
   async def request(self) -> AsyncIterator[None]:
-    """Waits while the gate is closed; runs the body, which sends a request.
+    """Waits while the gate is closed, before the caller sends a request.
 
-    The request counts as failed if the body raises an error that signals an
-    outage, and otherwise as answered.
+    The caller sends the request in the body of the `with` statement. If the
+    body raises an error that signals an outage, the request counts as failed.
+    Otherwise the request counts as answered.
 
     Raises:
       Exception: the error of `until_ready`, in each request that waits.
@@ -70,8 +71,8 @@ class OutageGate:
     if self._is_closed:
       if self._prober is None:
         self._prober = asyncio.create_task(self._probe())
-      # Shielded, so that the other requests go on waiting if this one is
-      # cancelled.
+      # If this request is cancelled, the shield lets the other requests go on
+      # waiting.
       await asyncio.shield(self._prober)
     try:
       yield

@@ -40,7 +40,7 @@ _CONNECTIONS = web.AppKey('connections', connections_lib.Connections)
 Fields = dict[str, Any]
 
 
-# Callers of the server need these two classes of `middleware`.
+# Modules that use the server find these two classes of `middleware` here.
 Limits = middleware.Limits
 Refusal = middleware.Refusal
 
@@ -55,8 +55,8 @@ def application(
   """Returns an aiohttp application with POST handlers and GET /health.
 
   Args:
-    post: the handler of each path. It takes the JSON object of the body, and as
-      keyword arguments the variables that the path has in braces.
+    post: the handler of each path. A handler takes the JSON object of the body,
+      and as keyword arguments the variables that the path has in braces.
     limits: the limits of what clients may request.
     close: a function that is called when the server ends.
     token: the bearer token that requests need, except for /health; '' = no
@@ -233,11 +233,12 @@ class EmbeddedServer:
     self._thread.join()
 
   async def _serve(self, started: futures.Future) -> None:
-    """Serves until `stop` is called; sets `started` to the URL and `stop`.
+    """Serves until the function `stop`, which it defines, is called.
 
-    If the start fails, `started` gets the error, and `__enter__`, which waits
-    for `started` on another thread, raises it there. That thread also calls
-    `stop`, which therefore uses `call_soon_threadsafe`.
+    The result of `started` becomes the URL and `stop`. If the start fails,
+    `started` gets the error. `__enter__` waits for `started` on another thread,
+    and raises the error there. The other thread also calls `stop`, so `stop`
+    uses `call_soon_threadsafe`.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -12,13 +12,13 @@ import socket
 import sys
 
 _END_TIMEOUT = 20.0  # seconds until a worker that does not end is killed
-# Seconds before a worker is replaced. Without a pause, a worker that always
-# crashes would be started again and again as fast as the machine can.
+# Seconds before a worker is replaced. Without a pause, a worker that crashes at
+# every start would be started again and again, without end.
 _PAUSE = 1.0
 
 
 class WorkerFailed(Exception):
-  """Raised if a worker ended before it was ready; it has printed the reason."""
+  """Raised if a worker ends before it is ready; the worker says why."""
 
   def __init__(self, exit_code: int):
     super().__init__(f'a worker ended with exit code {exit_code}')
@@ -95,7 +95,8 @@ async def _end(
   assert worker.stdin is not None
   worker.stdin.close()
   try:
-    # Shielded, so that `ended` can still be awaited after the timeout.
+    # `wait_for` cancels what it waits for at the timeout. The shield keeps
+    # `ended` from being cancelled, because it is awaited below.
     await asyncio.wait_for(asyncio.shield(ended), _END_TIMEOUT)
   except TimeoutError:
     worker.kill()

@@ -87,7 +87,7 @@ def render_reply(record: Mapping[str, Any], *, colour: bool) -> str:
 
 
 def _page(passages: Sequence[tuple[str, str]], *, colour: bool) -> str:
-  """Returns (role, text) passages as text with a mark before each line."""
+  """Returns the text of (role, text) pairs, with a mark before each line."""
   page = rich.text.Text()
   for role, text in passages:
     style, mark = _ROLES[role]
@@ -110,5 +110,5 @@ def _page(passages: Sequence[tuple[str, str]], *, colour: bool) -> str:
 
 
 def spread(items: Sequence[T], count: int) -> Sequence[T]:
-  """Returns at most `count` of the items, evenly spread."""
+  """Returns at most `count` of the items, at equal distances."""
   return items[:: max(len(items) // max(count, 1), 1)][:count]

@@ -25,12 +25,15 @@ def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def training(metrics: Mapping[str, float]) -> dict[str, float]:
-  """Returns the reward of a step by name, or its loss if it has no reward."""
+  """Returns the reward or the loss of a step, by the name that is shown."""
   return {name: metrics[key] for name, key in _MAIN.items() if key in metrics}
 
 
 def seconds(metrics: Mapping[str, float | None]) -> float | None:
-  """Returns the seconds of a step and its save, without compilation."""
+  """Returns the seconds of a step and its save without compilation, or None.
+
+  The result is None if the step's time is not among the metrics.
+  """
   if (step := metrics.get('timing_s/step')) is None:
     return None
   # Threads compile in parallel, so the sum of their times may exceed the time

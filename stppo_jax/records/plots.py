@@ -21,7 +21,7 @@ _KL = {
   'actor/ppo_kl': 'to the sampling policy',
   'critic/kl': 'to the reference',
 }
-_WINDOW = 5  # steps
+_WINDOW = 5  # the steps of which the mean score is shown
 # The palette of Okabe and Ito, which colour-blind people can distinguish.
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
 DASHES = ('-', '--', ':', '-.')
@@ -72,7 +72,10 @@ def read_metrics(path: str | pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-  """Returns at each index the mean of the last `window` values, without nan."""
+  """Returns for each index the mean of the `window` values that end there.
+
+  Values that are nan are left out of the mean.
+  """
   recent = [values[max(i - window, 0) : i] for i in range(1, len(values) + 1)]
   recent = [x[~np.isnan(x)] for x in recent]
   return np.array([x.mean() if len(x) else math.nan for x in recent])

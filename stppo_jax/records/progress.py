@@ -110,8 +110,8 @@ class Progress:
     try:
       self._console.print(text, soft_wrap=True)
     except OSError as error:
-      # Without this, the interpreter would fail when it flushes the stream at
-      # its end.
+      # If the stream were not silenced, the interpreter would fail when it
+      # flushes the stream at the end of the process.
       streams.silence(self._console.file)
       reason = error.strerror
       _log.warning('cannot print any more, the run goes on: %s', reason)

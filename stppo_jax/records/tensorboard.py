@@ -1,9 +1,9 @@
 """A TensorBoard event file, written in the calling thread.
 
-tensorboardX's own `SummaryWriter` writes events in another thread. If the disk
-is full, that thread dies, its queue fills up, and the next `add_scalar` waits
-for ever. `EventFile` instead raises the error in the call that writes. The file
-has TFRecord frames of `Event` messages.
+The `SummaryWriter` of tensorboardX writes events in another thread. If the disk
+is full, that thread ends, its queue fills up, and then `add_scalar` never
+returns. `EventFile` instead raises the error in the call that writes. The file
+consists of TFRecord frames, each with an `Event` message.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """Records the effect of a step's updates on the tokens of a trajectory.
 
-A turn of `trajectories-*.jsonl` then has a dict `tokens`. Its lists have one
-value for each token, rounded to four digits. Other values are about the whole
-turn.
+The values become the dict `tokens` of a turn in `trajectories-*.jsonl`. Most of
+the dict's values are lists with a number for each token of the turn, rounded to
+four digits.
 """
 
 import codecs

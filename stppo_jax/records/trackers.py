@@ -73,8 +73,8 @@ class Tracker:
       Exception: the error that the tracker has raised since the last call.
       queue.Full: the tracker does not keep up. These metrics are dropped.
     """
-    # The next call, on the thread of the run, raises an error of the tracker's
-    # thread.
+    # An error in the tracker's thread is raised here, by the next call on the
+    # thread of the run.
     error, self._error = self._error, None
     if error is None or self._thread.is_alive():
       self._queue.put_nowait((step, dict(metrics)))
@@ -108,9 +108,9 @@ class Tracker:
 def _open_wandb(identity: Identity) -> Experiment:
   """Opens an experiment of Weights & Biases.
 
-  If there is no key, wandb would ask the user for one. In this case, or if the
-  server cannot be reached, wandb writes the experiment to the run's folder, and
-  `wandb sync` can send it later.
+  If there is no API key, wandb would ask the user for a key. In this case, or
+  if the server cannot be reached, wandb writes the experiment to the run's
+  folder, and `wandb sync` can send it later.
   """
   import wandb  # pyright: ignore[reportMissingImports]
 
@@ -149,7 +149,7 @@ def _open_wandb(identity: Identity) -> Experiment:
 
 
 def _has_key() -> bool:
-  """Returns whether there is a key for the server of Weights & Biases."""
+  """Returns whether the user has an API key for Weights & Biases."""
   if os.environ.get('WANDB_API_KEY'):
     return True
   host = urllib.parse.urlsplit(

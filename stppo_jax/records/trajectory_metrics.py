@@ -13,7 +13,7 @@ from stppo_jax.records import token_records
 
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _TRUNCATED_TURNS = types.TrajectoryStatus.TRUNCATED_TURNS
-_REPEATED = 4  # the tokens of the shortest text that counts as repeated
+_REPEATED = 4  # the number of tokens that must be the same to count as repeated
 # Fewer failed turns do not count: a single failed turn may be the fault of its
 # own query.
 _FEWEST_FAILED_TURNS = 2
@@ -52,7 +52,7 @@ class Failures:
 
   @property
   def fraction(self) -> float:
-    """The larger of two shares of failures: of trajectories and of turns.
+    """The share of failed trajectories or that of failed turns, if larger.
 
     The share of turns counts too, because many trajectories that never search
     must not hide that every search fails.
@@ -109,9 +109,10 @@ def valid_fraction(trajectories: Sequence[types.Trajectory]) -> float:
 def zero_variance(group: Sequence[types.Trajectory]) -> bool:
   """Returns whether all valid trajectories of a group have the same reward.
 
-  The group must have two or more valid trajectories. All advantages of such a
-  group are 0. The compared reward includes the turn rewards, in float32, which
-  is the precision of the learner.
+  The result is False if there are fewer than two valid trajectories. If it is
+  True, all advantages of the group are 0. The reward of a trajectory includes
+  its turn rewards. The rewards are compared in float32, which is the precision
+  of the learner.
   """
   valid = _valid(group)
   # Sums that differ only by rounding in float64 are equal for the learner.
@@ -123,8 +124,8 @@ def count_tokens(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
   """Returns the number of policy tokens, and of tokens that repeat text.
 
   A token repeats text if the four tokens that end with it occur earlier in the
-  same turn. Each host has only its own tokens, so the counts of several hosts
-  are added up.
+  same turn. The result counts only this host's tokens. The caller adds the
+  counts of all hosts.
   """
   total = repeated = 0
   for trajectory in _valid(trajectories):
@@ -174,8 +175,8 @@ def measure(
 ) -> dict[str, float]:
   """Returns rewards, scores, lengths, actions and statuses of a collection.
 
-  Trajectories that failed because of the infrastructure are counted in
-  `rollout/status` and in nothing else.
+  Trajectories that failed because of the infrastructure count only in
+  `rollout/status` and `rollout/valid_fraction`.
 
   Args:
     trajectories: the trajectories of the collection, at least one.
@@ -224,8 +225,9 @@ def measure(
     if turn.truncated_logprobs is not None
   ]
   if truncated:
-    # -log of the probability that truncation leaves, which is 0 if truncation
-    # removes nothing.
+    # A truncated distribution, such as top-p, keeps a part of the probability.
+    # The metric is the mean of -log of this part, which is 0 if the whole
+    # distribution is kept.
     metrics['mismatch/truncation'] = _mean(np.concatenate(truncated))
   metrics |= environment.statistics(valid)
   metrics |= {

@@ -89,8 +89,8 @@ def repeated(
   Raises:
     OtherRun: the run to repeat has another config. The message has a line for
       each key that differs.
-    Misconfigured: the folder of the run to repeat has no file of versions or a
-      damaged file, or that run evaluates at other steps.
+    Misconfigured: the folder of the run to repeat has no file of the first
+      step or has a damaged file, or that run evaluates at other steps.
   """
   if not config.rollout.replay_order:
     return None
@@ -108,8 +108,9 @@ def repeated(
     theirs = json.loads((path / 'config.json').read_text('utf-8'))
     every = theirs['evaluate']['every']
     if config.evaluate.every != every:
-      # An evaluation waits for all dialogues. At other steps, some dialogues
-      # would wait for weights that are only made after the evaluation.
+      # An evaluation waits for all dialogues. If this run evaluated at other
+      # steps, some dialogues would wait for weights that are made only after
+      # the evaluation.
       problem = (
         f'its run has evaluate.every={every}, but this run has '
         f'{config.evaluate.every}'

@@ -1,7 +1,7 @@
 """Writes metrics and dialogues of a run to files, TensorBoard and trackers.
 
-    workdir/metrics.jsonl              {"step": n, "name": number, ...} a line
-    workdir/trajectories-000012.jsonl  dialogues of step 12, one a line
+    workdir/metrics.jsonl              lines {"step": n, "name": number, ...}
+    workdir/trajectories-000012.jsonl  dialogues of step 12, one per line
            /trajectories-000012-host3.jsonl    dialogues of step 12 from host 3
            /evaluation-000012.jsonl    dialogues of the evaluation after step 12
     workdir/tensorboard/               a copy of the metrics
@@ -63,8 +63,9 @@ class Writer:
       host: the index of the host.
       keep_files: the number of this host's newest dialogue files to keep, for
         each kind of dialogues. 0 keeps all files.
-      keep_lines: the metrics of at least this many of the newest steps are
-        kept, and of at most twice as many. 0 keeps the metrics of all steps.
+      keep_lines: the smallest number of the newest steps whose metrics are
+        kept. When the number of kept steps reaches twice this number, older
+        steps are removed. 0 keeps the metrics of all steps.
       hparams: config key to value, for TensorBoard.
       trackers: experiment trackers that get the metrics, too.
     """
@@ -91,12 +92,12 @@ class Writer:
   def rewind(self, step: int, *, saved: int) -> pathlib.Path | None:
     """Removes lines and dialogues of later steps, before a run resumes.
 
-    Call it before the first `write` of a resumed run. The first host does the
-    work for all hosts. From metrics.jsonl, it drops an incomplete last line and
-    the lines of steps after `step`. If anything was written after the newest
-    checkpoint, it first copies metrics.jsonl to a new folder and moves the
-    dialogues after the checkpoint there, because nobody knows whether the run
-    will write the same again.
+    Call this before the first `write` of a resumed run. The first host does the
+    work for all hosts. From metrics.jsonl, it removes an incomplete last line
+    and the lines of steps after `step`. If anything was written after the
+    newest checkpoint, it first copies metrics.jsonl to a new folder and moves
+    the dialogues after the checkpoint there, because the resumed run may write
+    something else for these steps.
 
     Args:
       step: the last step whose line is kept.
@@ -116,11 +117,12 @@ class Writer:
     ]
     written = [*map(_step_of, lines), *(number for number, _ in dialogues)]
     aside = None
-    # An incomplete line counts as later than any step, and is kept aside too.
+    # An incomplete line counts as later than any step. So metrics.jsonl is also
+    # copied if only its last line is incomplete.
     if any(number > saved for number in written):
       aside = run_folder.make_aside(self._workdir)
       if lines:
-        # A copy, because the file goes on with the lines that are kept.
+        # The file is copied and not moved, because the run appends to it.
         shutil.copy2(self._metrics, aside)
       for number, path in dialogues:
         if number > saved:
@@ -230,8 +232,8 @@ class Writer:
     def write() -> None:
       path = self._workdir / f'{kind}-{step:06d}{suffix}.jsonl'
       lines = [json.dumps(record).encode() + b'\n' for record in records]
-      # If a step is made again after a kill, its new dialogues replace the old
-      # dialogues.
+      # If the run was killed and makes a step again, the new dialogues of the
+      # step replace the old dialogues.
       path.unlink(missing_ok=True)
       atomic_files.append(path, b''.join(lines))
       if self._keep_files:
@@ -253,7 +255,7 @@ class Writer:
 
     The first error of each sink is logged.
     """
-    # Every error is caught, because a lost line is better than a lost run.
+    # Every error is caught, because no lost line is worth the end of the run.
     try:
       call()
     except Exception as error:

@@ -12,8 +12,9 @@ Cause = http_client.Cause
 # After these statuses a retry cannot help, because the address or the token is
 # wrong.
 PERMANENT = frozenset({401, 403, 404, 405, *range(300, 400)})
-# Statuses of a server that is away, and of a server that is away or overloaded.
-# No query causes them.
+# The first set has the statuses that mean that the server is out of reach. The
+# second set also has the statuses of a server that is overloaded. A query is
+# never the cause of these statuses.
 _AWAY = frozenset({502, 503, 504})
 _OVERLOADED = _AWAY | {408, 429}
 # Statuses with which a server may refuse requests in a dialect that it does not
@@ -49,7 +50,7 @@ async def ask(
 async def spoken(
   client: http_client.Client, query: str, *, corpus: str
 ) -> dict[str, http_client.Failure | None]:
-  """Asks in every dialect; returns each dialect's failure, None if answered."""
+  """Asks in every dialect; returns for each dialect the failure or None."""
 
   async def failure_in(dialect: dialects.Dialect):
     try:
@@ -75,14 +76,14 @@ def may_be_mismatch(failure: http_client.Failure) -> bool:
 
 
 def may_be_query_error(failure: http_client.Failure) -> bool:
-  """Returns whether one of its queries may have made the request fail."""
+  """Returns whether a query of the request may have made the request fail."""
   if failure.cause is Cause.STATUS:
     return failure.status not in _OVERLOADED
   return failure.cause is not Cause.CONNECTION
 
 
 def signals_outage(error: Exception) -> bool:
-  """Returns whether the error of a request means that the server is away."""
+  """Returns whether an error means that the server is out of reach."""
   return isinstance(error, http_client.Failure) and (
     error.status in _AWAY or error.cause in (Cause.CONNECTION, Cause.TIMEOUT)
   )

@@ -23,13 +23,13 @@ from stppo_jax.retrieval import replies
 
 _MAX_CONCURRENT_REQUESTS = 16
 _LATENCIES_KEPT = 65536
-_CACHED_BYTES = 64 << 20  # the memory of cached answers
+_CACHED_BYTES = 64 << 20  # the most bytes that cached answers take
 # If one of its queries may have made a request fail, the request is divided
 # into this many smaller requests.
 _SPLIT = 4
 
-# A server without a health endpoint is ready when it answers at all, because
-# the server of Search-R1 listens only after its index is loaded.
+# The statuses of a server that is ready. The server of Search-R1 has no health
+# endpoint and answers with 404, but it answers only after its index is loaded.
 _READY = (200, 404, 405)
 _HEALTH_PATH = '/health'
 
@@ -70,8 +70,8 @@ class HttpRetriever:
       retries: the most attempts per query after the first attempt.
       ready_timeout: the seconds after which `wait_until_ready` gives up.
       max_failure_rate: the share of the last requests that may fail. If more
-        requests fail, all requests wait until the server is ready. They never
-        wait if `ready_timeout` is 0.
+        requests fail, all requests wait until the server is ready. If
+        `ready_timeout` is 0, requests never wait.
       max_queries_per_request: the most queries in one request.
       max_passage_chars: the most characters that are kept of a passage's text.
 
@@ -130,8 +130,8 @@ class HttpRetriever:
     if passages is None:
       if key not in self._in_flight:
         self._enqueue(key)
-      # Shielded, because other callers may wait for the same future, which must
-      # not be cancelled together with this caller.
+      # The shield keeps the future from being cancelled together with this
+      # caller, because other callers may wait for the same future.
       passages = await asyncio.shield(self._in_flight[key])
     self._counts['answers'] += 1
     self._counts['empty'] += not passages
@@ -196,7 +196,7 @@ class HttpRetriever:
     self._gate.reset_statistics()
 
   def _enqueue(self, key: tuple[str, str]) -> None:
-    """Adds a query to the next flush, which the first query schedules."""
+    """Adds a query to the queue; the first query schedules a `_flush`."""
     corpus, query = key
     loop = asyncio.get_running_loop()
     future = loop.create_future()
@@ -229,15 +229,16 @@ class HttpRetriever:
     queued, self._queued = self._queued, {}
     for corpus, futures in queued.items():
       for chunk in _chunks(futures, self._max_queries):
-        # Kept in `_tasks`, because the loop has only weak references to tasks.
+        # `_tasks` keeps the task alive, because the event loop has only weak
+        # references to tasks.
         task = asyncio.create_task(self._fetch(corpus, chunk))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
   async def _fetch(self, corpus: str, futures: _Futures) -> None:
     """Requests passages and completes every future, whatever happens."""
-    # Callers must see an error instead of waiting for ever if `close` cancels
-    # this task, if an outage lasts too long, and after a bug of this client.
+    # Callers must not wait for ever. They get an error if `close` cancels this
+    # task, if an outage lasts too long, or if this client has a bug.
     error: Exception = protocol.RetrievalError('retriever closed')
     try:
       await self._request(corpus, futures, 0)

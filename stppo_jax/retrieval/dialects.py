@@ -20,25 +20,25 @@ from stppo_jax.retrieval import replies
 class Dialect:
   """Describes a protocol by the features in which servers differ.
 
-  A reply has a list of passages for each query, or a single list if a request
-  has a single query.
+  A reply has a list of passages for each query, or only the list of the single
+  query of its request.
 
   Attributes:
     path: the path to which queries are posted, below the URL and the corpus.
     queries: the field of a request that holds its queries.
     topk: the field of a request that holds the number of passages per query.
-    passages: the field of a reply that holds the lists of passages; '' = the
+    passages: the field of a reply that holds the lists of passages; '' if the
       reply itself is the list.
     read_passage: takes the JSON values of a passage in a reply, and returns the
-      passage; raises ValueError if it cannot be used.
+      passage; raises ValueError if the values cannot be used.
     write_passage: takes a passage and whether scores are wanted, and returns
       the JSON values of the passage in a reply.
     one_query: whether a request has a single query, as a string and not as a
       list.
     one_list: whether a reply has a single list of passages, and not a list for
       each query.
-    scores: the field of a request that says whether scores are wanted; '' = no
-      such field.
+    scores: the field of a request that says whether scores are wanted; '' if
+      requests have no such field.
   """
 
   path: str
@@ -66,7 +66,7 @@ class Dialect:
     return {self.queries: asked, self.topk: topk, **scores}
 
   def read(self, reply: bytes, num_queries: int) -> replies.Answers:
-    """Returns the passages of each query in a reply; None if malformed.
+    """Returns each query's passages in a reply; None for a malformed list.
 
     Raises:
       ValueError: if nothing in the reply can be used; the message is one line.

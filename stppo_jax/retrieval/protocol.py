@@ -30,10 +30,11 @@ class RetrieverUnreachable(exits.RunEnded):
 
 
 class RetrieverMisconfigured(exits.RunEnded):
-  """Raised if a server will never answer: the address or the token is wrong.
+  """Raised if a server will never answer this run.
 
-  Waiting does not help, so this error is treated neither as the failure of one
-  query nor as an outage. The command ends with exit code 2.
+  The address, the token or the dialect is wrong. Waiting does not help, so this
+  error is treated neither as the failure of one query nor as an outage. The
+  command ends with exit code 2.
   """
 
   exit_code = exits.USAGE

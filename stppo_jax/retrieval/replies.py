@@ -20,7 +20,8 @@ Answers = Sequence[list[types.Passage] | None]
 
 _LONGEST_INTEGER = 300  # digits; a longer integer is read as a float
 _EXCERPT = 80  # characters of a reply that a message quotes
-# Roughly the bytes of a cached answer without its strings.
+# About the number of bytes that a cached answer takes in addition to its
+# strings.
 _ENTRY_BYTES = 512
 
 _Key = tuple[str, str]  # corpus, query

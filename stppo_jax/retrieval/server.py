@@ -51,10 +51,11 @@ def make_app(
   """Returns the retrieval server as an aiohttp application.
 
   Args:
-    index: the index that is served at /retrieve; None = /retrieve answers 404.
+    index: the index that is served at /retrieve. If None, /retrieve answers
+      with status 404.
     world_passages: a function that returns the passages of a world, which are
-      served under /worlds; it raises LookupError if there is no such world.
-      None = no worlds.
+      served under /worlds. The function raises LookupError if there is no such
+      world. If None, no worlds are served.
     token: the bearer token that requests need, except for /health; '' = no
       token is needed.
     dialect: the only dialect that the server speaks; '' = it speaks all
@@ -97,7 +98,7 @@ class _Waiting(NamedTuple):
 
 
 class _Searches:
-  """Searches on one thread; requests that come meanwhile share the next search.
+  """Searches on one thread; requests that wait share the next search.
 
   The thread keeps the event loop free to answer /health during a search. More
   threads would not help, because a search holds the interpreter's lock, or uses
@@ -124,7 +125,7 @@ class _Searches:
     return await waiting.future
 
   async def _run(self) -> None:
-    """Searches until no request waits; the corpora take turns."""
+    """Makes searches until no request waits; each search is of one corpus."""
     try:
       while self._waiting:
         # Requests that come from here on wait for the next search. Dicts keep
@@ -178,7 +179,7 @@ class _Service:
     self._searches.close()
 
   def handler(self, spoken: Sequence[dialects.Dialect]):
-    """Returns the handler of requests in any of these dialects."""
+    """Returns a handler of requests in any of the dialects `spoken`."""
 
     async def retrieve(fields: dict[str, Any], corpus: str = '') -> Any:
       search = self._search_of(corpus)
@@ -190,7 +191,7 @@ class _Service:
     return retrieve
 
   def _search_of(self, corpus: str) -> _Search:
-    """Returns the search function of a corpus, for the thread of searches."""
+    """Returns a function that searches a corpus; `_Searches` calls it."""
     world = _WORLD.fullmatch(corpus)
     if not corpus and self._own is not None:
       return self._own.search

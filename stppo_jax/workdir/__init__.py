@@ -1,1 +1,1 @@
-"""The folder of a run: its record, its lock, and its signs of life."""
+"""The folder of a run: its record, its lock, its heartbeat and its bucket."""

@@ -1,10 +1,10 @@
 """Checks that the hosts of a run agree on config, files, code and programs.
 
 If hosts differed in a key of the config, in a file or in the code, no error
-would be raised: the hosts would train a mixture that no config describes, or
-wait for each other in different programs. So before the first program, the
-hosts compare everything that a step depends on. The message about a difference
-names the hosts.
+would be raised. Parts of each step would follow different configs, or the hosts
+would wait for each other in different programs. So before the first program,
+the hosts compare everything that a step depends on. The message about a
+difference names the hosts.
 """
 
 import hashlib
@@ -54,7 +54,8 @@ def check(hosts: hosts_lib.Hosts, config) -> None:
     if key not in _OWN_KEYS
   }
   mine = _facts(config) | values
-  if hosts.collectors:  # hosts that only collect may have other devices
+  # Hosts that only collect trajectories may have other devices.
+  if hosts.collectors:
     del mine['the devices']
   if lines := differences(hosts, hosts.exchange('facts', mine)):
     raise exits.Misconfigured('\n'.join(lines))
@@ -175,11 +176,14 @@ def _facts(config) -> dict[str, str]:
 def _source(name: str) -> str:
   """Returns the checksum of the file that defines a function of the user.
 
+  If there is no such module or file, a text that says this is returned.
+
   Args:
     name: the function as `module:function`.
   """
   module = name.partition(':')[0]
-  importlib.invalidate_caches()  # the file may be newer than this process
+  # The user may have made the file after the start of this process.
+  importlib.invalidate_caches()
   try:
     found = importlib.util.find_spec(module)
   # `find_spec` imports the package of the module, which may raise any error.

@@ -45,8 +45,8 @@ def append(path: pathlib.Path, data: bytes) -> None:
 def refusal(folder: pathlib.Path) -> str:
   """Returns why files cannot be written in a folder; '' if they can.
 
-  A file is written to find out. Permissions would not tell: the superuser has
-  all permissions, but cannot write to /proc.
+  The function tries to write a file. To look at permissions would not be
+  enough: the superuser has all permissions, but cannot write to /proc.
 
   Args:
     folder: the folder. If it does not exist yet, the file is written to the

@@ -69,8 +69,8 @@ def downloaded(
     dialogues: whether to download the dialogues.
     arrays: whether to download the arrays of checkpoints. If False, the files
       of the arrays are made with the right size and without content.
-    start: whether to download the policy in start/policy, if the run has made
-      its start.
+    start: whether to download the folder start/policy, which has the policy
+      that the run starts from, if the run has made this policy.
 
   Raises:
     BucketError: the bucket cannot be read, or has no objects at this address.

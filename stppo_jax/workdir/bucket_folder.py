@@ -146,8 +146,8 @@ class BucketFolder:
 
     Args:
       call: the function.
-      seconds: for how many seconds the function is called again, but for no
-        longer than the `retry` of the folder.
+      seconds: the seconds after which the function is not called again. If the
+        `retry` of the folder is shorter, `retry` is used.
 
     Raises:
       BucketError: the bucket was out of reach for all of this time.

@@ -19,7 +19,7 @@ _STEP, _SAVE = 'timing_s/step', 'timing_s/checkpoint'
 
 
 class Goodput:
-  """Accounts for the seconds of a run, line by line of its metrics.
+  """Adds up the time of a run, whenever a line of its metrics is written.
 
   Args:
     beat: the heartbeat of the run, which has the time of the first start, and
@@ -45,7 +45,7 @@ class Goodput:
     self._since = clock()
 
   def measure(self, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the time metrics of a line of metrics.jsonl that is written now.
+    """Returns the time metrics of the line that is about to be written.
 
     Args:
       metrics: the other metrics of the line.
@@ -54,7 +54,8 @@ class Goodput:
     total, self._since = now - self._since, now
     step = metrics.get(_STEP, 0.0)
     self._productive += step
-    # If the clock was set back, the fraction would otherwise be above 1.
+    # The maximum keeps the fraction from exceeding 1 if the clock of the
+    # machine was set back.
     wall = max(self._now() - self._beat.began, self._productive)
     return {
       'timing_s/total': total,

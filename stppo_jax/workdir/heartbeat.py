@@ -25,7 +25,7 @@ from stppo_jax.workdir import lock
 
 NAME = 'heartbeat.json'
 _EVERY = 5.0  # seconds between two writes if no field changes
-_SHORTEST = 1.0  # the least seconds between two writes
+_SHORTEST = 1.0  # the shortest time between two writes, in seconds
 
 
 @dataclasses.dataclass
@@ -143,8 +143,8 @@ class Heartbeat:
   def end(self, exit_code: int | None) -> None:
     """Writes the file for the last time, with the exit code.
 
-    A process that ends inside the body of `written` calls this itself. Nothing
-    is written if `written` was not entered.
+    A process that ends inside the body of `written` calls this method itself.
+    If `written` was not entered, nothing is written.
     """
     self._ended.set()
     self.beat.exit_code = exit_code
@@ -172,8 +172,8 @@ class Heartbeat:
     """
     self.beat.lost_steps += max(self._done - step, done - step, 0)
     self._done = step
-    # Written at once: this start removes the metrics of lost steps, so a later
-    # start could not count these steps again.
+    # The file is written at once, because this start will remove the metrics of
+    # the lost steps, and a later start could not count these steps again.
     self._write()
 
   def _keep_writing(self) -> None:

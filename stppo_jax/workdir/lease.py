@@ -79,7 +79,8 @@ class Lease(lock.Claim):
   def release(self) -> None:
     """Removes the lease, unless another process has taken it over."""
     self.end()
-    # On a thread, so that a bucket out of reach does not hold up the process.
+    # A thread removes the lease, so that the process can end while the bucket
+    # is out of reach.
     thread = threading.Thread(target=self._remove, daemon=True)
     thread.start()
     thread.join(_TO_RELEASE)
@@ -153,7 +154,8 @@ def _acquire(bucket: buckets.Bucket, data: bytes) -> int:
         )
         return written
     elif not known:
-      # One second more, because the bucket gives times in whole seconds.
+      # The message names one second more than `left`, because the bucket gives
+      # times in whole seconds.
       _log.info(
         f'{bucket.address}: the lease of {holder} runs out in {left + 1:.0f} s '
         'unless it is renewed; waiting'

@@ -2,11 +2,12 @@
 
     FOLDER/lock    JSON: the host and the process that hold it, and since when
 
-The file is made exclusively, which works on network file systems too. If the
-holder has ended, another process takes the lock over. Processes of the holder's
-host see at once that the holder has ended. But a holder in another container of
-the host looks ended to them too. So the holder also locks the file with
-`flock`, if the file system has such locks.
+The holder is the process that creates the file, which only one process can do,
+on network file systems too. If the holder has ended, another process takes the
+lock over. Processes of the holder's host see at once that the holder has ended.
+But a holder that runs in another container of the host seems to have ended,
+too. So the holder also locks the file with `flock`, if the file system has such
+locks.
 
 Other hosts cannot see that the holder has ended. So the holder touches the file
 every few seconds, and another host takes the lock over if the file was not
@@ -78,7 +79,7 @@ class Holder:
 
   @property
   def is_here(self) -> bool:
-    """Whether the process belongs to this host, which can see if it runs.
+    """Whether the process belongs to this host, so that its end can be seen.
 
     Names are not enough: if a pod is started again on another machine, its host
     may have the same name as before.
@@ -116,10 +117,10 @@ class Claim:
     """Shows other processes that this one lives; raises `Lost` like `check`."""
 
   def keep_touching(self, every: float) -> None:
-    """Calls `touch` every `every` seconds; a thread runs this.
+    """Calls `touch` every `every` seconds; a thread runs this method.
 
-    The call returns after `end`, or once another process has taken the right
-    over. The main thread learns of the loss from `check`.
+    The method returns after a call of `end`, or when another process has taken
+    the right over. The main thread learns of the loss from `check`.
     """
     while not self._ended.wait(every):
       try:
@@ -134,7 +135,7 @@ class Claim:
     self._ended.set()
 
   def release(self) -> None:
-    """Gives the right up; a process that ends inside `held` calls this."""
+    """Gives the right up; called by a process that ends inside `held`."""
 
 
 class FileClaim(Claim):
@@ -250,7 +251,8 @@ def _acquire(path: pathlib.Path, every: float) -> tuple[TextIO, Holder]:
       except BaseException:
         # A lock without a holder would keep other processes out for minutes.
         path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # `close` writes the buffer again
+        # `close` tries again to write the buffer, and may fail again.
+        with contextlib.suppress(OSError):
           file.close()
         raise
     with (
@@ -306,8 +308,8 @@ def _check(
   age = _now(folder) - touched
   if age > silence:
     _log.info(
-      f'{folder}: locked by {who}, silent for {age:.0f} s; taking over in '
-      f'{2 * every:.0f} s unless it shows life'
+      f'{folder}: locked by {who}, which was silent for {age:.0f} s; this start '
+      f'takes over in {2 * every:.0f} s unless the holder touches the lock'
     )
     time.sleep(2 * every)
   if age <= silence or path.stat().st_mtime != touched:

@@ -73,10 +73,10 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
 
 
 def recorded(text: str) -> str:
-  """Returns JSON for a record: names replace the paths of packaged files.
+  """Returns the JSON with the names of packaged files in place of their paths.
 
-  A path is replaced at the beginning of a string, and after an `=`, as in
-  `data.train=PATH`.
+  A record of a run has these names, see `_PACKAGED`. A path is replaced at the
+  beginning of a string, and after an `=`, as in `data.train=PATH`.
 
   Args:
     text: the JSON of a config or of checksums.
@@ -88,7 +88,7 @@ def recorded(text: str) -> str:
 
 
 def here(text: str) -> str:
-  """Returns the JSON of a record: paths replace the names of packaged files."""
+  """Returns a record's JSON with paths in place of names; undoes `recorded`."""
   for name, folder in _PACKAGED.items():
     text = text.replace(f'"{name}', f'"{folder}')
   return text

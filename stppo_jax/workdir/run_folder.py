@@ -41,7 +41,7 @@ PROBE = 'probe-'
 # contains the address of the folder in the bucket.
 ADDRESS = '.address'
 COMPILED = 'compiled'
-METRICS = 'metrics.jsonl'  # a line for each step
+METRICS = 'metrics.jsonl'  # a file with a line for each step
 # The file in a checkpoint that describes the checkpoint's content.
 MANIFEST = 'manifest/metadata'
 # Sections of the config that the record of every run has.
@@ -93,8 +93,8 @@ def problems(
       not write the folder before.
   """
   path, start = pathlib.Path(folder), f'{flag}={folder}: '
-  # Read as a path, gs://bucket/run would be a folder named `gs:` on this
-  # machine.
+  # An address such as gs://bucket/run must not be read as a path, which would
+  # lie in a folder named `gs:` on this machine.
   if path.parts and path.parts[0].endswith(':'):
     return _address_problems(str(folder), start, command)
   try:
@@ -279,7 +279,7 @@ def newest_step(folder: pathlib.Path) -> int:
 
 
 def make_aside(folder: pathlib.Path) -> pathlib.Path:
-  """Makes the next folder for files that a start moves away."""
+  """Makes the next folder aside-N, for files that a start moves away."""
   asides = (folder / f'{ASIDE}{number}' for number in itertools.count(1))
   aside = next(path for path in asides if not path.exists())
   aside.mkdir()

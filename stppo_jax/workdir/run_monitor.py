@@ -147,12 +147,13 @@ class Watch:
       try:
         request.unlink(missing_ok=True)
       except OSError as error:
-        # No trace then: the request would stay, and every step would be traced.
+        # No trace begins, because the request stays in the folder, and every
+        # later step would be traced, too.
         _log.warning('cannot remove the request for a trace: %s', error)
       else:
         self._begin_trace(step)
     if self._traced is not None:
-      self._close_spans()  # the spans of the step before
+      self._close_spans()  # the spans of the previous step
       span = jax.profiler.StepTraceAnnotation('step', step_num=step)
       self._step.enter_context(span)
 
@@ -161,7 +162,7 @@ class Watch:
     self._heartbeat.enter_phase(phase)
     self._watchdog.enter_phase(phase)
     self.on_phase(phase)
-    # The span of the phase before ends here. '' opens no span.
+    # The span of the previous phase ends here. The phase '' opens no span.
     self._phase.close()
     if self._traced is not None and phase:
       self._phase.enter_context(jax.profiler.TraceAnnotation(phase))
@@ -169,7 +170,7 @@ class Watch:
   def _begin_trace(self, last: int) -> None:
     assert self._folder is not None
     options = jax.profiler.ProfileOptions()
-    # Otherwise the trace would contain every call of a Python function.
+    # By default, the trace would contain every call of a Python function.
     options.python_tracer_level = 0
     try:
       jax.profiler.start_trace(
@@ -188,7 +189,8 @@ class Watch:
     assert self._folder is not None
     self._close_spans()
     folder, last = self._folder / _PROFILE, self._traced
-    # Set first, so that after an error the trace is not ended a second time.
+    # This is set before the trace ends, so that a trace whose end fails is not
+    # ended a second time.
     self._traced = None
     try:
       jax.profiler.stop_trace()

@@ -7,11 +7,12 @@
                            start, see `training/starts.py`
            /config_changes.jsonl    the changes of the config by later starts
 
-A run is a function of its config. If it were resumed with another config, no
-config would describe the mixture. So such a start is refused, with a line for
-each key that differs. `configs/schema.py` says which keys may always change,
-and which keys may change only if `resume.allow_change` names them. A file that
-the config names may change only if `resume.allow_change` names its key.
+A run is a function of its config. If a run were resumed with another config, no
+single config would describe the whole run. So such a start is refused, with a
+line for each key that differs. `configs/schema.py` says which keys may always
+change, and which keys may change only if `resume.allow_change` names them. A
+file that the config names may change only if `resume.allow_change` names the
+key of the file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -117,7 +118,8 @@ def record_config(
   workdir = pathlib.Path(workdir)
   path = workdir / 'config.json'
   text = json.dumps(config, indent=2, sort_keys=True) + '\n'
-  # Parsed again, because JSON turns tuples into lists, as in the record.
+  # The config is read back from its JSON, in which tuples are lists, as in the
+  # recorded config.
   config = json.loads(text)
   has_begun, checksums = _has_begun(workdir), _checksums(config)
   changes, changed, known = {}, {}, {}
@@ -134,8 +136,9 @@ def record_config(
     )
     run_folder.write(workdir, run)
   if checksums:
-    # Outdated files of a key are dropped: `_has_moved` compares all files of a
-    # key, so with an outdated file, later starts would be refused.
+    # If the new config names files with a key, the recorded files of this key
+    # are dropped. `_has_moved` compares all files of a key, so later starts
+    # would be refused if an outdated file stayed in the record.
     keys = set(map(_key, checksums))
     known = {name: x for name, x in known.items() if _key(name) not in keys}
     content = json.dumps(known | checksums, indent=2) + '\n'
@@ -182,7 +185,7 @@ def makes_start(config) -> bool:
 
 
 def imitates(config) -> bool:
-  """Returns whether a run of `train` begins with a supervised start."""
+  """Returns whether a run of `train` begins by imitating demonstrations."""
   starts_elsewhere = config.model.path or config.init_from
   return config.sft.before_training and not starts_elsewhere
 
@@ -197,7 +200,7 @@ def made_start(workdir: pathlib.Path) -> pathlib.Path | None:
 
 
 def with_start(config, workdir: pathlib.Path):
-  """Returns the config with the directory of a made start as `model.path`.
+  """Returns the config with the start that the run has made as `model.path`.
 
   If the run does not make its start, the config is returned unchanged.
 
@@ -302,9 +305,9 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 def _digest(config: Mapping[str, Any]) -> str:
   """Returns the digest of the config keys that later starts must not change.
 
-  If a key is newer than some runs and has the value with which these runs were
-  trained, the key does not count. So versions with and without the key compute
-  the same digest.
+  A key that earlier versions of this program did not have does not count if its
+  value makes runs behave as in the earlier versions. So versions with and
+  without the key compute the same digest.
   """
   earlier = schema.earlier().items()
   values = {
@@ -330,7 +333,7 @@ def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(checksums: Mapping[str, str]) -> dict[str, str]:
-  """Returns checksums with names in place of the paths of packaged files."""
+  """Returns checksums with the names that `named_files.recorded` gives."""
   return json.loads(named_files.recorded(json.dumps(checksums)))
 
 

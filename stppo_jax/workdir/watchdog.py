@@ -20,8 +20,8 @@ import time
 
 _log = logging.getLogger(__name__)
 # A phase takes far too long if it takes more than `_FACTOR` times its usual
-# duration, and more than `_LEAST` seconds. The second limit is there because a
-# short phase is often many times slower only because the machine is busy.
+# duration, and more than `_LEAST` seconds. The second limit is needed because a
+# short phase may take many times as long when the machine is busy.
 _FACTOR = 10.0
 _LEAST = 60.0  # seconds
 # The limit, in seconds, for a phase that has never ended before. Its usual
@@ -88,7 +88,7 @@ class Watchdog:
       self._phase, self._since, self._has_told = phase, now, False
 
   def look(self, path: pathlib.Path) -> None:
-    """Writes the stacks if the present phase takes too long; once per phase.
+    """Writes the stacks if the present phase takes too long, but only once.
 
     Args:
       path: the file to which the stacks are appended.

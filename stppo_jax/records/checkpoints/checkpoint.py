@@ -10,9 +10,9 @@ it reads: it loads a flipped bit silently, and casts an array of another dtype.
 Therefore the manifest has the shape, dtype and fingerprint of every leaf.
 
 A save first copies the arrays to the host. Threads then write the copy while
-the caller goes on. On a CPU the copy is a view of the array's buffer. An update
-cannot reuse that buffer while the view exists, so jax gives the update another
-buffer.
+the caller goes on. On a CPU nothing is copied: the threads write from a view of
+the array's buffer. An update cannot reuse that buffer while the view exists, so
+jax gives the update another buffer.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,8 @@ class Checkpointer:
     """Opens the folder `workdir/checkpoints`; makes it if not `read_only`.
 
     Args:
-      workdir: the run's folder, or its stand-in for a folder in a bucket.
+      workdir: the run's folder. If the run's folder is in a bucket, this is the
+        folder of this machine that stands for it.
       keep: the number of newest steps to keep, in addition to the step with the
         best score. None keeps all steps.
       keep_every: steps that are multiples of this number are kept too. 0 keeps
@@ -149,8 +150,8 @@ class Checkpointer:
       'leaves': {
         name: fingerprint_lib.kind(leaf) for name, leaf in leaves.items()
       },
-      # In the form that a restore returns. A value that JSON cannot represent
-      # raises an error here, and not later in a thread.
+      # The values get the form in which a restore returns them. A value that
+      # JSON cannot represent raises an error here, and not later in a thread.
       'host': json.loads(json.dumps(host, allow_nan=False)),
     }
     if self._run is not None:
@@ -197,7 +198,7 @@ class Checkpointer:
   def restore_latest(
     self, abstract_state: Any, *, subtree: str = '', step: int | None = None
   ) -> tuple[int, Any, dict[str, Any]] | None:
-    """Returns the newest valid step, or None if nothing was ever saved.
+    """Returns the newest valid step, or None if nothing was saved.
 
     A damaged step is renamed to `<step>.corrupt` with a warning, and the next
     older step is tried. The damaged step is kept for inspection. It is renamed
@@ -214,6 +215,7 @@ class Checkpointer:
 
     Returns:
       (step, state, host). The leaves have the shardings of `abstract_state`.
+      None if nothing was saved, or if the step `step` was not saved.
 
     Raises:
       CorruptCheckpoints: steps were saved, but all of them are damaged.
@@ -267,8 +269,9 @@ class Checkpointer:
     """Records in the run's folder that a save has succeeded."""
     if self._run is None or self._run.has_saved:
       return
-    # With this record, a folder without checkpoints is known to have lost its
-    # checkpoints. If the disk is full, the next save writes the record.
+    # If the folder has this record but no checkpoint, later starts know that
+    # its checkpoints were lost. If the disk is full, the next save writes the
+    # record.
     run = dataclasses.replace(self._run, has_saved=True)
     with contextlib.suppress(OSError):
       if jax.process_index() == 0:
@@ -294,8 +297,8 @@ class Checkpointer:
       raise OtherState(
         f'{self._folder}: step {step} is {other}; nothing was loaded'
       )
-    # Compared before any array is read, because Orbax would cast an array of
-    # another dtype silently.
+    # The dtypes are compared before any array is read, because Orbax would cast
+    # an array of another dtype silently.
     leaves = manifest['leaves'].items()
     saved = {name: leaf for name, leaf in leaves if name.startswith(prefix)}
     difference = fingerprint_lib.difference(saved, wanted)

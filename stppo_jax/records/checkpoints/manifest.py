@@ -3,8 +3,9 @@
     workdir/checkpoints/<step>/manifest/metadata    JSON
 
 A manifest has the version, the step, the run, the shape, dtype and fingerprint
-of every leaf, the host's values of the state, and a digest of all these fields.
-This module does not import jax, so that checkpoints are listed without delay.
+of every leaf, the values of the state that are no arrays, and a digest of all
+these fields. This module does not import jax, so that checkpoints are listed
+without delay.
 
 A later version of this program that changes the fields also raises `VERSION`,
 but computes the digest in the same way. So an older version can tell a newer

@@ -46,9 +46,9 @@ def prepare(seconds: float) -> None:
   of fsspec for such an address, while `Bucket` uses the protocol `gs`.
 
   Args:
-    seconds: the seconds for which a failed request is repeated. Requests are
-      repeated because one host alone cannot begin a save of several hosts
-      again.
+    seconds: the seconds for which a failed request is repeated. The request is
+      repeated, not the save, because all hosts save together and one host alone
+      cannot begin the save again.
   """
   _file_system().seconds = seconds
 
@@ -56,7 +56,7 @@ def prepare(seconds: float) -> None:
 @functools.cache
 def _file_system() -> Any:
   """Registers the file system that fsspec gives to Orbax; returns its class."""
-  # Imported late, because few runs use buckets.
+  # These packages are imported here, because few runs use buckets.
   import fsspec
   import gcsfs
   from gcsfs import retry

@@ -33,7 +33,7 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
   async def async_save(
     self, directory: pathlib.Path, args: 'ManifestSave'
   ) -> list[future.Future]:
-    """Returns futures of the write that is left to do; Orbax calls it."""
+    """Returns the future of writing the manifest; Orbax calls this method."""
     return [
       future.CommitFutureAwaitingContractedSignals(
         _write(directory, args), name='manifest'
@@ -86,7 +86,8 @@ async def _write(directory: pathlib.Path, save: ManifestSave) -> None:
   (directory / manifest_lib.FILE.name).write_text(text)
 
 
-# Without this class, Orbax would treat the handler as a handler of an old kind.
+# Without this class, Orbax would expect the handler to have the interface of
+# older versions of Orbax.
 @ocp.args.register_with_handler(ManifestHandler, for_restore=True)
 class ManifestRestore(ocp.args.CheckpointArgs):
   """The argument of `restore`, which is never called."""
@@ -98,8 +99,8 @@ def checked(
   """Returns a class of temporary folders that are committed after a check.
 
   Args:
-    folder: the folder of the checkpoints, on a disk or in a bucket. It decides
-      how a temporary folder is committed.
+    folder: the folder of the checkpoints. Whether it is on a disk or in a
+      bucket decides how a temporary folder is committed.
     check: raises an error if a step must not be committed.
   """
   kinds = ocp.path.atomicity_defaults
@@ -195,7 +196,7 @@ class Preservation:
   def should_preserve(
     self, checkpoints: Sequence[Any], *, context: Any
   ) -> Sequence[bool]:
-    """Returns for each checkpoint whether to keep it; Orbax calls it."""
+    """Returns whether to keep each checkpoint; Orbax calls this method."""
     del context
     steps = [checkpoint.step for checkpoint in checkpoints]
     if self._keep is None:

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from stppo_jax import exits
 from stppo_jax.records.checkpoints import orbax_errors
 
-_POLL = 0.05  # seconds
+_POLL = 0.05  # seconds between two looks at a save that is being written
 
 
 class SaveFailed(RuntimeError):
@@ -35,12 +35,12 @@ class PendingSave:
     num_hosts: the number of hosts that save together.
 
   Attributes:
-    seconds: the seconds until the last completed save was on disk; 0 before the
-      first save.
+    seconds: the seconds that the last completed save took; 0 before the first
+      save.
     saved: the step of the last completed save; 0 before the first save.
-    cannot_end: whether a save can no longer end well: it has failed while other
-      hosts still wait for it in Orbax, or it goes on without hope. Closing
-      Orbax's manager would then wait, too.
+    cannot_end: whether nothing may wait for the save, because this host's part
+      has failed while Orbax waits for the parts of other hosts, or because the
+      bucket is out of reach. Closing Orbax's manager would then wait, too.
   """
 
   def __init__(self, num_hosts: int = 1):
@@ -72,8 +72,9 @@ class PendingSave:
     try:
       with self._failing(manager, step):
         manager.save(step, args=items, force=True)
-      # This is not set before `manager.save` returns: a wait on another thread
-      # would find nothing to wait for, and take the step for saved.
+      # `_manager` is set only when `manager.save` has returned. Before that, a
+      # `wait` on another thread would find nothing to wait for in the manager,
+      # and would take the step for saved.
       self._manager, self._step = manager, step
     finally:
       self._is_beginning = False
@@ -147,7 +148,7 @@ class PendingSave:
     return True
 
   def _reload(self, manager: ocp.CheckpointManager) -> None:
-    """Reads Orbax's list of steps again, or leaves this to the next save."""
+    """Reads Orbax's list of steps again; if that fails, the next save does."""
     self._is_stale = True
     # An error here is ignored, because the error that is being handled says
     # more than another error of the bucket.

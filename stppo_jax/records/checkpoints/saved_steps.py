@@ -19,10 +19,10 @@ class SavedStep:
     step: the number of steps that were done.
     path: the folder of the checkpoint.
     time: the time of the save, in seconds since 1970.
-    size: the number of bytes of all its files.
+    size: the number of bytes of all files of the checkpoint.
     score: the score of the step, or None if the step was not evaluated.
-    notes: whether it is the newest or the best checkpoint, whether it was set
-      aside, and what is wrong with its manifest.
+    notes: texts for the user. They say that the checkpoint is the newest or the
+      best, that it was set aside, or what is wrong with its manifest.
   """
 
   step: int
@@ -80,7 +80,8 @@ def _read(path: pathlib.Path, step: int) -> SavedStep:
   except ValueError as error:
     notes = (f'damaged: {manifest_lib.FILE}: {error}',)
   files = []
-  with contextlib.suppress(FileNotFoundError):  # the run may remove a step now
+  # The run may remove the step at the same time.
+  with contextlib.suppress(FileNotFoundError):
     files += [each.stat() for each in path.rglob('*') if each.is_file()]
   size = sum(each.st_size for each in files)
   # Orbax renames the folder once all files are written, so the newest file has

@@ -17,7 +17,7 @@ BACKENDS = ('bm25', 'dense', 'faiss', 'hybrid')
 
 
 class Index(Protocol):
-  """Searches passages in this process, which may be a server."""
+  """Searches passages in this process, without a request to a server."""
 
   def __len__(self) -> int:
     """Returns the number of passages."""
@@ -173,7 +173,7 @@ def _open_dense(
 # Cormack et al. 2009, "Reciprocal Rank Fusion outperforms Condorcet and
 # individual rank learning methods".
 _RANK_OFFSET = 60
-_DEPTH = 100  # the fewest passages for which each index is asked
+_DEPTH = 100  # each index is asked for at least this many passages
 
 
 class HybridIndex:

@@ -6,7 +6,7 @@ the products of all passages.
 
 Shape letters: P passages of the corpus, D width of a vector. Arrays with axes
 of queries, found passages or tiles have no suffix; docstrings give their
-shapes. A *row* is the index of a passage and its vector in the corpus.
+shapes. A *row* is the number of a passage in the corpus, and of its vector.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,15 +30,15 @@ DTYPES = {
   'float32': np.dtype(np.float32),
   'bfloat16': np.dtype(ml_dtypes.bfloat16),
 }
-# Numpy's file format has no bfloat16, so it is stored as integers with the same
-# bits.
+# Numpy's file format has no bfloat16, so vectors in bfloat16 are stored as
+# integers with the same bits.
 _STORED: Mapping[str, np.dtype[Any]] = {
   **DTYPES,
   'bfloat16': np.dtype(np.uint16),
 }
 _VECTORS = 'vectors.npy'
-_TILE = 4096  # vectors of a tile
-_ENCODED_AT_ONCE = 2048  # passages that are encoded before a write
+_TILE = 4096  # the number of vectors of a tile
+_ENCODED_AT_ONCE = 2048  # passages whose vectors are made before a write
 
 
 class VectorIndex:

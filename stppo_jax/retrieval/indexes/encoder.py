@@ -101,7 +101,7 @@ class Encoder(nnx.Module):
     x_BLD = self.norm(
       self.words(token_ids_BL)
       + self.positions(positions_1L)
-      + self.segments(jnp.zeros_like(positions_1L))  # one segment only
+      + self.segments(jnp.zeros_like(positions_1L))  # all in segment 0
     )
     for layer in self.layers:
       x_BLD = layer(x_BLD, mask_BL)
@@ -213,7 +213,8 @@ def read_encoder(directory: pathlib.Path, config: EncoderConfig) -> Encoder:
       line.
   """
   tensors = weight_files.read_headers(directory)
-  # In some files, the encoder is a part of a larger model.
+  # In some files, the encoder is a part of a larger model, and the names of its
+  # tensors begin with `bert.`.
   prefix = 'bert.' if any(name.startswith('bert.') for name in tensors) else ''
   # Only shapes are made, because the weights are read from the file.
   graph, state = nnx.split(

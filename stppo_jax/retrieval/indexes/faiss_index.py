@@ -15,7 +15,7 @@ from stppo_jax.retrieval.indexes import dense
 
 
 class FaissIndex(dense.VectorIndex):
-  """Searches the index in a file of FAISS by the vectors of queries."""
+  """Finds the passages of each query with an index that FAISS has written."""
 
   def __init__(
     self,
@@ -26,7 +26,7 @@ class FaissIndex(dense.VectorIndex):
     size: int,
     query_prefix: str = '',
   ):
-    """Opens the file, and memory-maps its vectors if its kind allows that.
+    """Opens the file, and memory-maps its vectors if FAISS can do that.
 
     Args:
       path: the file that FAISS wrote.
@@ -69,7 +69,10 @@ class FaissIndex(dense.VectorIndex):
   def nearest(
     self, query_vectors: np.ndarray, topk: int
   ) -> tuple[np.ndarray, np.ndarray]:
-    """See `dense.VectorIndex`; FAISS pads missing results with row -1."""
+    """See `dense.VectorIndex`; FAISS pads missing results with row -1.
+
+    If the index has L2 distances, the products are distances times -1.
+    """
     products, rows = self._index.search(
       np.ascontiguousarray(query_vectors, np.float32), min(topk, len(self))
     )

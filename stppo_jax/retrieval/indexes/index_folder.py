@@ -57,7 +57,9 @@ class StoredPassages(Sequence[types.Passage]):
     # file at every start.
     sizes = num_passages + 1, [len(self._bytes)]
     if (len(self._offsets), self._offsets[-1:].tolist()) != sizes:
-      raise ValueError(f'{folder}: damaged: {_PASSAGES} has another length')
+      raise ValueError(
+        f'{folder}: damaged: {_PASSAGES} has another length than recorded'
+      )
 
   def __len__(self) -> int:
     return len(self._offsets) - 1
@@ -125,7 +127,7 @@ class IndexFolder:
       return folder
     ours = {_PASSAGES, _OFFSETS}  # an interrupted start may have left these
     if path.exists() and {file.name for file in path.iterdir()} - ours:
-      raise ValueError(f'{path}: not empty, and no index')
+      raise ValueError(f'{path}: is not empty, and holds no index')
     path.mkdir(parents=True, exist_ok=True)
     offsets, digest = [0], hashlib.sha256()
     with open(path / _PASSAGES, 'wb') as file:
@@ -139,7 +141,8 @@ class IndexFolder:
       'passages': len(passages),
       'sha256': digest.hexdigest(),
     }
-    # Written last: after an interruption, the folder is no index without it.
+    # The manifest is written last. Without the manifest the folder is no index,
+    # so an interruption leaves no incomplete index.
     _write_manifest(path / _MANIFEST, manifest)
     return cls(path)
 
@@ -225,7 +228,8 @@ def building(
 ) -> Iterator[None]:
   """Makes a folder, and runs the body while no other process builds in it.
 
-  Two processes would replace each other's files while these are mapped.
+  If two processes built in the folder, one process could replace files that the
+  other process has mapped.
 
   Args:
     path: the folder.

@@ -48,7 +48,7 @@ def test_an_interrupted_start_is_begun_again(tmp_path):
   with pytest.raises(ValueError, match='index.json is missing'):
     index_folder.IndexFolder(folder.path)
   (folder.path / 'bm25.unfinished').mkdir()
-  with pytest.raises(ValueError, match='not empty, and no index'):
+  with pytest.raises(ValueError, match='is not empty, and holds no index'):
     _create(tmp_path)
   (folder.path / 'bm25.unfinished').rmdir()
   (tmp_path / 'index' / 'passages.jsonl').write_text('half')
