@@ -105,7 +105,7 @@ class CalculatorDemonstrations(demonstrations.Demonstrations):
 
   Attributes:
     questions: the questions of the run.
-    noise: the error rate of the demonstrator in each step, and its seed.
+    noise: the rate of the demonstrator's errors, and their random seed.
   """
 
   questions: ArithmeticQuestions

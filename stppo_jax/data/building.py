@@ -85,12 +85,12 @@ def _given(name: str, from_files: str) -> raw_files.Files:
 
 
 def _fetched(root: pathlib.Path, name: str, mirror: str) -> raw_files.Files:
-  """Fetches files that are not on disk; returns the files of each split."""
+  """Fetches files that are not on disk; returns all files of each split."""
   if name not in catalogue.PUBLISHED:
     choices = ', '.join(catalogue.PUBLISHED)
     raise ValueError(
       f'{name}: not a published data set, so its files must be given with '
-      f'--from_files=train:FILE,test:FILE; published: {choices}'
+      f'--from_files=train:FILE,test:FILE; published data sets: {choices}'
     )
   folder = root / layout.DOWNLOADS / name
   for original in catalogue.PUBLISHED[name].originals:

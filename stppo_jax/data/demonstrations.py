@@ -23,8 +23,8 @@ from stppo_jax.data import tables
 
 Demonstration = tuple[types.Question, list[str]]
 
-# The errors of a turn that searches. The last error is impossible in the first
-# turn, because no passage has been read yet.
+# The errors of a turn that searches. In the first turn, the error `wrong_fact`
+# is impossible, because no passage has been read yet.
 _SEARCH_ERRORS = ('no_search', 'partial_query', 'wrong_fact')
 # The least and the largest number of words of an excerpt. An excerpt replaces a
 # question, so it has about as many words as a question.
@@ -67,7 +67,7 @@ class SyntheticDemonstrations:
   Attributes:
     questions: the questions of the run. The demonstrations are about worlds of
       the same encyclopedia.
-    noise: the error rate of the demonstrator in each step, and its seed.
+    noise: the rate of the demonstrator's errors, and their random seed.
     one_hop_steps: the number of steps at the start whose questions have one
       hop, so that the policy first learns to copy an answer from a passage.
     think_words, error_turns, repair_rate: see `demonstrate`.
@@ -126,7 +126,7 @@ class PassageDemonstrations:
   Attributes:
     questions: the questions of the run.
     passages: the passages by id; empty if only a server has the passages.
-    noise: the error rate of the demonstrator in each step, and its seed.
+    noise: the rate of the demonstrator's errors, and their random seed.
     max_searches: the largest number of searches in a dialogue.
     quote_words: the largest number of words that an answer quotes. The number
       of each answer is drawn from 1 to `quote_words`. If `quote_words` is 0,
@@ -143,8 +143,9 @@ class PassageDemonstrations:
     """See `Demonstrations`."""
     rng, rate = self.noise.of_step(step)
     questions = self.questions.train(step, count)
-    # The demonstrator guesses the golden answer of the next question of the
-    # batch, which has the form of an answer and is almost always wrong.
+    # After an error, the demonstrator gives the golden answer of the next
+    # question of the batch. This guess looks like an answer, and is almost
+    # always wrong.
     guesses = [*questions[1:], *questions[:1]]
     if self.quote_words and not rate:
       questions = [self._excerpt(question, rng) for question in questions]
@@ -215,7 +216,7 @@ class PassageDemonstrations:
     return ' '.join(gold[0].text.split()[:count])
 
   def _queries(self, question: types.Question) -> list[str]:
-    """Returns the queries for a question: titles, or the question itself."""
+    """Returns the queries: titles of gold passages, or the question itself."""
     queries, read = [], text.normalise(question.text).split()
     for passage in [] if self.quote_words else self._gold(question):
       if not set(text.normalise(passage.title).split()).isdisjoint(read):
@@ -271,7 +272,7 @@ def _stored(fields: Any, number: int) -> _Stored:
   question = readers.parse_question(fields)
   turns = fields.get('turns')
   if not turns or not readers.is_strings(turns):
-    raise ValueError('"turns": expected a list of texts, one at least')
+    raise ValueError('"turns": expected a list with at least one text')
   return _Stored(str(number), question, turns)
 
 

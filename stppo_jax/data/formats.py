@@ -166,7 +166,7 @@ def _choice(question: Any, options: Any, letter: Any) -> Fields:
 
 
 def _get(row: Any, name: str) -> Any:
-  """Returns a required field.
+  """Returns the value of a required field of a row.
 
   Raises:
     ValueError: if the field is absent or null; the message names the field.
@@ -179,7 +179,7 @@ def _get(row: Any, name: str) -> Any:
 
 
 def _once(values: Sequence[Any]) -> list[Any]:
-  """Returns the values in order, without repeated and without empty values."""
+  """Returns the values in order, without repetitions and empty values."""
   return list(dict.fromkeys(filter(None, values)))
 
 
@@ -192,7 +192,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _pairs(value: Any, first: str, second: str) -> list[tuple[Any, Any]]:
-  """Returns pairs; `value` is a list of pairs, or two columns as on the hub."""
+  """Returns pairs; `value` is a list of pairs, or a dict of two columns."""
   value = _parsed(value)
   if isinstance(value, Mapping):
     return list(zip(_get(value, first), _get(value, second)))

@@ -63,7 +63,7 @@ class GameQuestions(questions_lib.Questions):
 
 
 class Player(Protocol):
-  """An environment that can play its games to the end."""
+  """An environment that can demonstrate how its games are played."""
 
   def demonstrate(
     self,
@@ -91,7 +91,7 @@ class GameDemonstrations(demonstrations.Demonstrations):
     questions: the questions of the run, with a limited number of games, because
       a new game takes a tenth of a second to make.
     player: the environment of the run.
-    noise: the error rate of the demonstrator in each step, and its seed.
+    noise: the rate of the demonstrator's errors, and their random seed.
   """
 
   questions: GameQuestions

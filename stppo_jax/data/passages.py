@@ -37,9 +37,9 @@ def _parse(document: Any, number: int) -> types.Passage:
 
 
 def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:
-  """Returns the passage of a document in either form.
+  """Returns the passage of a document in one of the two forms.
 
-  The id is '' if the document has no id, because some servers send no ids.
+  Some servers send no ids. If a document has no id, the passage has the id ''.
 
   Raises:
     ValueError: if the document has neither form, or a value has a wrong type.
@@ -48,7 +48,7 @@ def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:
     raise ValueError(f'expected an object, got {_short(document)}')
   name = 'pid' if 'pid' in document else 'id'
   identity = document.get(name, '')
-  # The first test is needed because a bool is an instance of int.
+  # A bool is an instance of int, so it is refused before that test.
   if isinstance(identity, bool) or not isinstance(identity, str | int):
     raise ValueError(f'"{name}": expected a string, got {_short(identity)}')
   if 'contents' in document:

@@ -60,7 +60,7 @@ class Questions(Protocol):
     ...
 
   def passages(self) -> Sequence[types.Passage] | None:
-    """Returns the passages of all questions; None if worlds have passages."""
+    """Returns all passages; None if every passage belongs to a world."""
     ...
 
   def world_passages(self, world: int) -> Sequence[types.Passage]:
@@ -106,7 +106,7 @@ class SyntheticQuestions(Questions):
   def demonstration_chains(
     self, step: int, count: int, *, hops: tuple[int, ...]
   ) -> tuple[synthetic_wiki.World, list[synthetic_wiki.Chain]]:
-    """Returns a world that no training step uses, and chains in that world."""
+    """Returns a world that no training step uses, and `count` of its chains."""
     world = self._world(_index(0, step))
     return world, world.chains(count, hops=hops)
 
@@ -290,7 +290,7 @@ def _parts(
   result = []
   for element in mixtures.parse(mixture):
     if kind == 'tfds':
-      # Imported only for built data sets, because the import takes a second.
+      # This import takes a second, so it is made only for built data sets.
       from stppo_jax.data import tfds_store
 
       wanted = [element.split] if element.split else splits

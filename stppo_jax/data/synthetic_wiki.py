@@ -218,8 +218,8 @@ def is_evaluation_name(name: str) -> bool:
 
 
 def _draw_names(rng, count, name_pieces, evaluation) -> list[str]:
-  # A dict, because it keeps its order. The order of a set of strings varies
-  # between processes.
+  # `names` is a dict, because a dict keeps its order. The order of a set of
+  # strings varies between processes.
   names = {}
   for _ in range(200 * count):
     if len(names) == count:

@@ -304,7 +304,7 @@ def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
 
 def _parquet(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   """Yields the rows of a parquet file."""
-  # Imported here, because most runs read no parquet file.
+  # These imports are made here, because most runs read no parquet file.
   import pyarrow
   from pyarrow import parquet
 

@@ -70,8 +70,9 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
           'kind': text,
           'question': text,
           'answers': tfds.features.Sequence(text),
-          # Pairs of letter and text, not a dict with the letters as keys: the
-          # keys of a feature are fixed, but letters differ between questions.
+          # The options are pairs of letter and text, and not a dict by letter,
+          # because the keys of a feature are fixed, but the letters differ
+          # between questions.
           'options': tfds.features.Sequence({'letter': text, 'text': text}),
           'gold_pids': tfds.features.Sequence(text),
           'hops': np.int32,
@@ -224,7 +225,7 @@ def _builder(root: pathlib.Path, name: str) -> Any:
 
 
 def _question(row: Mapping[str, Any]) -> types.Question:
-  """Returns the question of a row; the library reads strings as bytes."""
+  """Returns the question of a row, in which `tfds` has bytes for strings."""
   texts = lambda values: [value.decode() for value in values]
   options = row['options']
   return readers.parse_question(

@@ -1,8 +1,9 @@
 """A tool that evaluates Python arithmetic in processes of its own.
 
 The processes are reused, because the start of a process takes longer than most
-calculations. A process that hangs or crashes is killed. Its call fails as a
-mistake of the policy (`tool.ToolError`), and the next call gets a new process.
+calculations. A process that hangs or crashes is killed. The call that made it
+hang or crash fails as a mistake of the policy (`tool.ToolError`), and the next
+call gets a new process.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ class Calculator:
   cancels its tasks.
 
   Args:
-    timeout: the seconds after which an expression is given up.
+    timeout: the seconds that the evaluation of an expression may take.
   """
 
   description = tool.describe(

@@ -68,7 +68,7 @@ def evaluate(expression: str) -> Any:
 
 
 def _value(node: ast.expr) -> Any:
-  """Returns the value of a node of the tree."""
+  """Returns the value of a node of an expression's tree."""
   match node:
     case ast.Constant(value=int() | float()):
       return node.value

@@ -19,7 +19,7 @@ ENVIRONMENTS: dict[str, type[protocol.Environment]] = {
 
 
 def find(name: str) -> type[protocol.Environment]:
-  """Returns the environment class that has a name in ENVIRONMENTS.
+  """Returns the class of the environment with a given name.
 
   Raises:
     ValueError: if no environment has this name; the message lists the choices.

@@ -1,4 +1,4 @@
-"""The texts of a search dialogue: the prompt, and answers to the policy."""
+"""The texts of a search dialogue: the prompt and the observations."""
 
 from collections.abc import Sequence
 import pathlib
@@ -39,8 +39,8 @@ def load_template(path: str, built_in: str = BUILT_IN) -> str:
     built_in: the built-in prompt.
 
   Raises:
-    ValueError: if the file is missing, is not UTF-8 or contains no
-      placeholder; the message is one line.
+    ValueError: if the file is missing, is not UTF-8 or does not contain
+      `{question}`; the message is one line.
   """
   if not path:
     return built_in

@@ -30,8 +30,8 @@ class Observation:
   cut, so a closing tag in `suffix` is never lost.
 
   Attributes:
-    prefix: the environment's own words; its tags may become added tokens of the
-      tokenizer.
+    prefix: the environment's own words. Tags in the prefix may become added
+      tokens of the tokenizer.
     body: untrusted text, which never becomes an added token.
     suffix: the environment's own words after the body.
   """

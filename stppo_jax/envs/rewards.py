@@ -12,7 +12,7 @@ from stppo_jax import types
 from stppo_jax.envs import actions
 
 # The name of the score that says whether an answer is right. For a choice
-# question, this score is the accuracy of the choice.
+# question, this score says whether the chosen option is right.
 EXACT_MATCH = 'em'
 SUBSTRING_MATCH = 'substring_match'
 SCORE_NAMES: tuple[str, ...] = (
@@ -217,7 +217,8 @@ def _f1(answer: str, golden: str) -> float:
   if not words or not golden_words:
     return float(words == golden_words)
   common = collections.Counter(words) & collections.Counter(golden_words)
-  # Precision is common / len(words), recall common / len(golden_words).
+  # The precision is common / len(words), and the recall is
+  # common / len(golden_words).
   return 2.0 * common.total() / (len(words) + len(golden_words))
 
 

@@ -157,8 +157,8 @@ class SearchEnvironment(protocol.Environment):
     """See `protocol.Environment`.
 
     The names of the rewards are OUTCOME_NAMES. The reward of a turn is in the
-    `protocol.Step` of the turn. The score 'em' of a choice question is the
-    accuracy of the choice.
+    `protocol.Step` of the turn. For a choice question, the score 'em' says
+    whether the chosen option is right.
     """
     scores = dict.fromkeys(rewards_lib.SCORE_NAMES, 0.0)
     if status is Status.INFRA_ERROR:

@@ -291,7 +291,7 @@ class _Game:
     return self._progress.failed
 
   def solution(self) -> list[str]:
-    """Returns commands that solve the game from now on; [] if none do."""
+    """Returns commands that solve the game from now on; [] if none exist."""
     return [self._command(action) for action in self._solution or ()]
 
   def distance(self) -> int:
@@ -300,7 +300,7 @@ class _Game:
 
   @functools.cached_property
   def _commands(self) -> Mapping[str, Any]:
-    """The possible actions of TextWorld, each by its command."""
+    """The possible actions of TextWorld, by the commands that play them."""
     return {
       self._command(action): action
       for action in self._progress.valid_actions

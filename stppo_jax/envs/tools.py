@@ -36,8 +36,8 @@ _CORRECTION = (
   'the answer inside <answer> and </answer>.'
 )
 # Longer output of a tool is cut before its tags are neutralised and before it
-# is tokenised, because both would take long. Nothing is lost, because an
-# observation never holds as many tokens as this number.
+# is tokenised, because both would take long. `env.max_observation_tokens`
+# usually cuts an observation to a shorter text than this anyway.
 _MAX_OUTPUT_CHARS = 65536
 
 # The prompt describes the tools. The chat template of a model may describe them

@@ -27,8 +27,8 @@ MAX_REPLY_BYTES = 64 << 20  # a larger reply is a failure
 
 _EXCERPT = 200  # characters of an error reply that a message quotes
 _OPEN = contextlib.nullcontext()  # takes the place of a gate if there is none
-# A separate generator, because the state of the module `random` belongs to the
-# user's code.
+# Clients have a random generator of their own, because the state of the module
+# `random` belongs to the user's code.
 _JITTER = random.Random()
 # The tasks that hold sessions open. The event loop has only weak references to
 # its tasks, so without this set the task of a dropped client would end without
@@ -103,7 +103,7 @@ class Client:
 
   Attributes:
     url: the URL that all paths are appended to.
-    timeout: seconds per request.
+    timeout: the seconds that a request may take.
   """
 
   def __init__(
@@ -119,7 +119,7 @@ class Client:
 
     Args:
       url: a URL that `address.base_url` returned.
-      timeout: seconds per request.
+      timeout: the seconds that a request may take.
       token_variable: the environment variable that holds the bearer token; it
         is read now.
       max_concurrent: the largest number of POSTs in flight; further POSTs wait.

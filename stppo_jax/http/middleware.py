@@ -20,7 +20,7 @@ class Limits:
     max_concurrent: the most POSTs that are answered at the same time; further
       POSTs get replies with status 429. A POST counts only after its body has
       come.
-    retry_after: seconds that the header Retry-After of such a reply names.
+    retry_after: seconds in the header Retry-After of replies with status 429.
     body_timeout: seconds that a client may take to send a body.
     header_timeout: seconds that a client may take to send headers.
     max_connections: the most connections; half of the process's file
@@ -80,7 +80,8 @@ def answered(connections: connections_lib.Connections):
 
 def authorize(token: str):
   """Returns a middleware that requires a bearer token; '' requires no token."""
-  # Compared as bytes, because compare_digest refuses text beyond ASCII.
+  # The tokens are compared as bytes, because compare_digest refuses text beyond
+  # ASCII.
   expected = f'Bearer {token}'.encode()
 
   @web.middleware

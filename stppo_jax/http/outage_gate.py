@@ -26,9 +26,9 @@ class OutageGate:
     max_failure_rate: the share of the last six requests that may fail; at
       least three must have failed for the gate to close.
     signals_outage: returns whether an error of a request means that the server
-      is away; requests with other errors count as answered.
-    until_ready: waits until the server is ready; raises an error if it will
-      never be ready, or not in time.
+      is out of reach; requests with other errors count as answered.
+    until_ready: waits until the server is ready; raises an error if the server
+      will never be ready, or is not ready in time.
     server: the name of the server in log lines.
 
   Attributes:
@@ -89,7 +89,9 @@ class OutageGate:
 
   async def _probe(self) -> None:
     began = time.monotonic()
-    _log.warning('%s is away: requests wait until it is ready', self._server)
+    _log.warning(
+      '%s is out of reach: requests wait until it is ready', self._server
+    )
     try:
       await self._until_ready()
       _log.warning('%s is ready again', self._server)

@@ -21,7 +21,7 @@ _KL = {
   'actor/ppo_kl': 'to the sampling policy',
   'critic/kl': 'to the reference',
 }
-_WINDOW = 5  # the steps of which the mean score is shown
+_WINDOW = 5  # the number of steps over which the mean score is taken
 # The palette of Okabe and Ito, which colour-blind people can distinguish.
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
 DASHES = ('-', '--', ':', '-.')

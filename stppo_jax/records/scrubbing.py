@@ -47,8 +47,8 @@ def scrubbed(text: str) -> str:
 def scrubbed_values(value: Any) -> Any:
   """Returns a config value with the secrets removed from all its texts.
 
-  Call it before the texts are quoted, because the patterns may not match quoted
-  texts.
+  Call this function before the texts are quoted, because the patterns may not
+  match quoted texts.
   """
   if isinstance(value, str):
     return scrubbed(value)

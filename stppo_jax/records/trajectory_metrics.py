@@ -13,7 +13,7 @@ from stppo_jax.records import token_records
 
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _TRUNCATED_TURNS = types.TrajectoryStatus.TRUNCATED_TURNS
-_REPEATED = 4  # the number of tokens that must be the same to count as repeated
+_REPEATED = 4  # the length of the shortest repeated text, in tokens
 # Fewer failed turns do not count: a single failed turn may be the fault of its
 # own query.
 _FEWEST_FAILED_TURNS = 2
@@ -52,7 +52,7 @@ class Failures:
 
   @property
   def fraction(self) -> float:
-    """The share of failed trajectories or that of failed turns, if larger.
+    """The share of failed trajectories, or of failed turns if it is larger.
 
     The share of turns counts too, because many trajectories that never search
     must not hide that every search fails.

@@ -21,7 +21,7 @@ from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import run_record
 
 _log = logging.getLogger(__name__)
-# Indexed by collection of a step, by row of the collection, and by turn.
+# The indices are a collection of a step, a row of the collection, and a turn.
 Versions = Sequence[Sequence[Sequence[int]]]
 
 

@@ -137,8 +137,8 @@ class Writer:
   def complete(self, step: int, line: str) -> bool:
     """Writes the metrics line of a step again if the file has lost the line.
 
-    Call it after `rewind`. If the machine fails or the disk is full, a step may
-    have a checkpoint although its line is lost.
+    Call this after `rewind`. If the machine fails or the disk is full, a step
+    may have a checkpoint although the line of the step is lost.
 
     Args:
       step: the step of the newest checkpoint.

@@ -66,7 +66,7 @@ class HttpRetriever:
         `address.check_url`.
       dialect: the protocol of the server.
       topk: the number of passages per query.
-      timeout: seconds per request.
+      timeout: the seconds that a request may take.
       retries: the most attempts per query after the first attempt.
       ready_timeout: the seconds after which `wait_until_ready` gives up.
       max_failure_rate: the share of the last requests that may fail. If more

@@ -37,8 +37,8 @@ _WORLD = re.compile(r'worlds/([0-9]{1,18})')
 _DEFAULT_TOPK = 3  # as in Search-R1's server
 _MAX_TOPK = 100
 _MAX_QUERIES = 512  # the most queries of a request, and of one search
-_MAX_QUERY_CHARS = 4096  # environments send fewer characters
-_MAX_WORLDS = 64  # indexes are kept for so many most recently used worlds
+_MAX_QUERY_CHARS = 4096  # the queries of environments are shorter
+_MAX_WORLDS = 64  # the number of last used worlds whose indexes are kept
 
 
 def make_app(

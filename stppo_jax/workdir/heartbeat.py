@@ -159,7 +159,7 @@ class Heartbeat:
     self._changed.set()
 
   def count(self, step: int, num_steps: int) -> None:
-    """Sets the number of steps that are done, and the length of the run."""
+    """Sets the number of done steps, and the number of steps of the run."""
     self.beat.step, self.beat.num_steps = step, num_steps
     self._changed.set()
 

@@ -308,7 +308,7 @@ def _check(
   age = _now(folder) - touched
   if age > silence:
     _log.info(
-      f'{folder}: locked by {who}, which was silent for {age:.0f} s; this start '
+      f'{folder}: locked by {who}, which was silent for {age:.0f} s; the start '
       f'takes over in {2 * every:.0f} s unless the holder touches the lock'
     )
     time.sleep(2 * every)

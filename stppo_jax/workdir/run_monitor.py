@@ -121,7 +121,7 @@ class Watch:
     return {} if self._goodput is None else self._goodput.measure(metrics)
 
   def count(self, step: int, num_steps: int) -> None:
-    """Sets the number of steps that are done, and the length of the run."""
+    """Sets the number of done steps, and the number of steps of the run."""
     self._heartbeat.count(step, num_steps)
 
   def end(self, exit_code: int) -> None:

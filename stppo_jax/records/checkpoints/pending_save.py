@@ -131,7 +131,7 @@ class PendingSave:
     return True
 
   def note_end(self) -> None:
-    """Notes the time when the files are written; a thread of Orbax calls it."""
+    """Notes that all files have been written; called by a thread of Orbax."""
     self._ended = time.monotonic()
 
   def _check_part(self, manager: ocp.CheckpointManager) -> bool:

@@ -177,7 +177,7 @@ _DEPTH = 100  # each index is asked for at least this many passages
 
 
 class HybridIndex:
-  """Ranks passages by the sum over indexes of 1 / (60 + rank), rank from 1."""
+  """Ranks passages by the sum of 1 / (60 + rank) over indexes, rank from 1."""
 
   def __init__(self, indexes: Sequence[Index]):
     """Joins indexes, which must have the same passages."""
