@@ -59,7 +59,7 @@ def application(
       and as keyword arguments the variables that the path has in braces.
     limits: the limits of what clients may request.
     close: a function that is called when the server ends.
-    token: the bearer token that requests need, except for /health; '' = no
+    token: the bearer token that requests need, except for /health; '' if no
       token is needed.
   """
 
@@ -97,7 +97,7 @@ def check_exposure(host: str, token: str, *, token_variable: str) -> None:
 
   Args:
     host: the address to bind.
-    token: the bearer token that requests need; '' = no token is needed.
+    token: the bearer token that requests need; '' if no token is needed.
     token_variable: the environment variable that the message recommends.
 
   Raises:
@@ -158,9 +158,9 @@ async def serving(
   Args:
     app: the application to serve.
     host: the address to bind; see `check_exposure`.
-    port: the port to bind; 0 = any free port.
-    bound: a socket that is bound to host and port already; it is closed at the
-      end. None = a new socket.
+    port: the port to bind; 0 for any free port.
+    bound: a socket that is bound to host and port already; None for a new
+      socket. The socket is closed at the end.
     shutdown_timeout: seconds that requests in flight may take at the end.
 
   Raises:

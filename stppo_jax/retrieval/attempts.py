@@ -35,8 +35,8 @@ async def ask(
   A query gets None if its list of passages is malformed.
 
   Raises:
-    http_client.Failure: if the request failed, or the reply is not in this
-      dialect.
+    http_client.Failure: if the request failed, or the reply is not in the
+      given dialect.
   """
   reply = await client.post(
     dialect.path_of(corpus), dialect.body(queries, topk)
@@ -69,7 +69,7 @@ def malformed() -> http_client.Failure:
 
 
 def may_be_mismatch(failure: http_client.Failure) -> bool:
-  """Returns whether the cause may be a server that speaks another dialect."""
+  """Returns whether a request may have failed because of a wrong dialect."""
   if failure.cause is Cause.STATUS:
     return failure.status in _MISMATCH
   return failure.cause is Cause.MALFORMED

@@ -9,7 +9,7 @@ from stppo_jax import types
 class RetrievalError(Exception):
   """Raised if a query and all its retries fail because of the infrastructure.
 
-  The policy is never the cause, so its trajectory ends with INFRA_ERROR and has
+  The policy is never the cause, so the trajectory ends with INFRA_ERROR and has
   no weight in training. The message is one line.
 
   Attributes:
@@ -53,7 +53,8 @@ class Retriever(Protocol):
       corpus: the corpus to search, `Question.corpus`; '' is the server's own.
 
     Raises:
-      RetrievalError: if the infrastructure failed the query, after all retries.
+      RetrievalError: if the query and all its retries fail because of the
+        infrastructure.
       RetrieverMisconfigured: if the server refuses every query of this run.
     """
     ...
@@ -66,7 +67,8 @@ class Server(Retriever, Protocol):
     """Waits until the server is ready.
 
     Raises:
-      RetrieverUnreachable: if no server answers in time; it may answer later.
+      RetrieverUnreachable: if no server answers in time. A server may answer
+        later.
       RetrieverMisconfigured: if the server refuses this run.
     """
 

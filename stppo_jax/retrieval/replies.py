@@ -90,7 +90,7 @@ class AnswerCache:
     return None
 
   def keep(self, key: _Key, passages: _Passages) -> None:
-    """Adds or replaces an answer; drops old answers if there are too many."""
+    """Adds or replaces an answer; drops old answers if the cache is full."""
     if key in self._answers:
       self._bytes -= _size(key, self._answers.pop(key))
     self._answers[key] = passages

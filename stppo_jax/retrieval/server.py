@@ -56,10 +56,10 @@ def make_app(
     world_passages: a function that returns the passages of a world, which are
       served under /worlds. The function raises LookupError if there is no such
       world. If None, no worlds are served.
-    token: the bearer token that requests need, except for /health; '' = no
+    token: the bearer token that requests need, except for /health; '' if no
       token is needed.
-    dialect: the only dialect that the server speaks; '' = it speaks all
-      dialects, and chooses one by the fields of each request.
+    dialect: the only dialect that the server speaks. If '', the server speaks
+      all dialects, and chooses one by the fields of each request.
   """
   spoken = (
     [dialects.DIALECTS[dialect]] if dialect else dialects.DIALECTS.values()
@@ -81,7 +81,7 @@ def embedded(
   """Returns a context manager that serves BM25 search on a loopback port.
 
   Args:
-    passages: the passages of the index; None = no index.
+    passages: the passages of the index; None for no index.
     **options: further arguments of `make_app`.
   """
   index = lambda: None if passages is None else bm25.Bm25Index(passages)
@@ -116,7 +116,7 @@ class _Searches:
   async def search(
     self, corpus: str, search: _Search, queries: Sequence[str], topk: int
   ) -> _Lists:
-    """Returns the passages of each query; raises what `search` raises."""
+    """Returns the passages of each query; passes on errors of `search`."""
     loop = asyncio.get_running_loop()
     waiting = _Waiting(search, queries, topk, loop.create_future())
     self._waiting.setdefault(corpus, []).append(waiting)
@@ -223,7 +223,7 @@ class _Service:
     topk = fields.get(dialect.topk)
     topk = _DEFAULT_TOPK if topk is None else topk
     require(
-      # Not `isinstance`, for which true would be an integer, too.
+      # `isinstance` is not used, because true would be an integer, too.
       type(topk) is int and 1 <= topk <= _MAX_TOPK,
       f'{dialect.topk}: expected an integer from 1 to {_MAX_TOPK}',
     )

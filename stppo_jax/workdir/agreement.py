@@ -182,7 +182,7 @@ def _source(name: str) -> str:
     name: the function as `module:function`.
   """
   module = name.partition(':')[0]
-  # The user may have made the file after the start of this process.
+  # Python must also find a file that was made after the start of this process.
   importlib.invalidate_caches()
   try:
     found = importlib.util.find_spec(module)

@@ -148,8 +148,8 @@ def download(
 ) -> dict[str, Grown]:
   """Downloads the needed files of a run, and joins files that are in parts.
 
-  Files of committed checkpoints that are not needed are made with the right
-  size and without content, so that the list of checkpoints is complete.
+  If a file of a committed checkpoint is not needed, a file with the right size
+  and without content is made, so that the list of checkpoints is complete.
 
   Args:
     bucket: the bucket.

@@ -25,8 +25,8 @@ from stppo_jax.workdir import lock
 NAME = 'lease'
 SECONDS = 60.0
 _log = logging.getLogger(__name__)
-# During the time for which a lease holds, its holder renews it `_RENEWALS`
-# times, and a process that waits for it reads it `_LOOKS` times.
+# During the time for which a lease holds, the holder renews the lease
+# `_RENEWALS` times, and a waiting process reads the lease `_LOOKS` times.
 _RENEWALS = 4
 _LOOKS = 20
 # Seconds that a process waits at its end until its lease is removed.
@@ -165,7 +165,7 @@ def _acquire(bucket: buckets.Bucket, data: bytes) -> int:
 
 
 def _read(content: bytes) -> tuple[lock.Holder | None, float]:
-  """Returns the holder that a lease names, or None, and the lease's seconds."""
+  """Returns the holder that a lease names, or None, and how long it holds."""
   try:
     record = json.loads(content)
     return lock.Holder(**record['holder']), float(record['seconds'])

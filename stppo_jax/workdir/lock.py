@@ -105,7 +105,7 @@ class Holder:
 
 
 class Claim:
-  """The right of this process to write to a folder, which it may lose."""
+  """The right of this process to write to a folder; the right may be lost."""
 
   def __init__(self):
     self._ended = threading.Event()
@@ -114,7 +114,7 @@ class Claim:
     """Raises `Lost` if another process has taken the right over."""
 
   def touch(self) -> None:
-    """Shows other processes that this one lives; raises `Lost` like `check`."""
+    """Shows that this process lives; raises `Lost` like `check`."""
 
   def keep_touching(self, every: float) -> None:
     """Calls `touch` every `every` seconds; a thread runs this method.
@@ -363,7 +363,7 @@ def _write(file: TextIO) -> Holder:
 
 
 def _boot() -> str:
-  """Returns the kernel's id of this host's last boot; '' if it has none."""
+  """Returns the kernel's id of this host's last boot; '' if there is no id."""
   try:
     return _BOOT_ID.read_text('ascii').strip()
   except OSError:

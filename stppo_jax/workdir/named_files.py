@@ -88,7 +88,7 @@ def recorded(text: str) -> str:
 
 
 def here(text: str) -> str:
-  """Returns a record's JSON with paths in place of names, not after an `=`."""
+  """Returns a record's JSON, with paths for names at the start of strings."""
   for name, folder in _PACKAGED.items():
     text = text.replace(f'"{name}', f'"{folder}')
   return text

@@ -60,7 +60,7 @@ def read(folder: pathlib.Path) -> Any:
 
 
 def pin(config: Any, workdir: str = '') -> None:
-  """Adds the commits to the names of models of the Hub in a config.
+  """Adds a commit to each name of a model of the Hub in a config.
 
   A run that has begun keeps the commits that it recorded, even if the branches
   have moved since. If the Hub has no such model or refuses it, the name is not

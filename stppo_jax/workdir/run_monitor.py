@@ -86,7 +86,7 @@ class Watch:
   def phases_watched(
     self, folder: pathlib.Path, host: int
   ) -> contextlib.AbstractContextManager[None]:
-    """Watches the durations of phases during the body; every host calls this.
+    """Watches how long phases take during the body; called on every host.
 
     Args:
       folder: the run's folder.

@@ -65,7 +65,7 @@ class CheckpointsMissing(Exception):
 
 
 def check_config(config: Mapping[str, Any], workdir: pathlib.Path) -> None:
-  """Checks that a folder has no run of another config, without writing.
+  """Checks, without writing, that a folder has no run of another config.
 
   Args:
     config: the nested config, see `record_config`.
@@ -164,7 +164,7 @@ def check_checkpoints(workdir: pathlib.Path) -> None:
   Raises:
     CheckpointsMissing: the folder of checkpoints is empty, although the run has
       saved a checkpoint, or is missing, although the run has written metrics.
-      The folder is made before the first metrics are written.
+      The folder of checkpoints is made before the first metrics are written.
   """
   folder, run = workdir / 'checkpoints', run_folder.read(workdir)
   if folder.is_dir():
@@ -352,7 +352,7 @@ def _is_fixed(key: str) -> bool:
 
 
 def _is_in(key: str, names: Sequence[str]) -> bool:
-  """Returns whether the names contain a key, or a section with the key."""
+  """Returns whether the names contain a key, or a section that has the key."""
   return f'{key}.'.startswith(tuple(f'{name}.' for name in names))
 
 

@@ -97,10 +97,12 @@ def open_index(
     folder: the folder.
     backend: one of `BACKENDS`; hybrid joins BM25 with FAISS if `faiss_file` is
       given, else with the dense part.
-    encoder_directory: the directory of the encoder; only BM25 needs none.
-    faiss_file: an index of FAISS over the folder's passages, in their order.
-    query_prefix: the text that the encoder expects in front of queries; only
-      FAISS needs it, because a dense part stores its own prefix.
+    encoder_directory: the directory of the encoder; '' for BM25, which needs no
+      encoder.
+    faiss_file: an index of FAISS, with the vectors of the folder's passages in
+      the order of the passages.
+    query_prefix: the text that the encoder expects in front of queries. Only
+      FAISS needs this argument, because a dense part stores its own prefix.
 
   Raises:
     ValueError: if a part is missing, or does not fit the passages or the
@@ -177,7 +179,11 @@ _DEPTH = 100  # each index is asked for at least this many passages
 
 
 class HybridIndex:
-  """Ranks passages by the sum of 1 / (60 + rank) over indexes, rank from 1."""
+  """Ranks passages by their ranks in several indexes.
+
+  Passages are ordered by the sum of 1 / (60 + rank) over the indexes that find
+  the passage. The rank of the best passage is 1.
+  """
 
   def __init__(self, indexes: Sequence[Index]):
     """Joins indexes, which must have the same passages."""

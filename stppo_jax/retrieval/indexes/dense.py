@@ -114,7 +114,7 @@ class DenseIndex(VectorIndex):
     Args:
       vectors_PD: a vector for each passage, float32 or bfloat16.
       passages, encode, query_prefix: see `VectorIndex`.
-      devices: the devices to use; None = all devices of this process.
+      devices: the devices to use; None for all devices of this process.
       tile: the number of vectors whose products are computed at once.
 
     Raises:

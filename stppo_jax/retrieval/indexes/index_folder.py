@@ -201,7 +201,8 @@ class IndexFolder:
     """Returns the options with which `add_part` has written a part.
 
     Raises:
-      ValueError: if there is no such part, or it was made from other passages.
+      ValueError: if there is no such part, or the part was made from other
+        passages.
     """
     path = self.path / name
     if not path.exists():
