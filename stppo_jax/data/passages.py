@@ -48,7 +48,7 @@ def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:
     raise ValueError(f'expected an object, got {_short(document)}')
   name = 'pid' if 'pid' in document else 'id'
   identity = document.get(name, '')
-  # A bool is an instance of int, so it is refused before that test.
+  # A bool is an instance of int, but is no id.
   if isinstance(identity, bool) or not isinstance(identity, str | int):
     raise ValueError(f'"{name}": expected a string, got {_short(identity)}')
   if 'contents' in document:

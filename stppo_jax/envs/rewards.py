@@ -228,7 +228,7 @@ def _plain(text: str) -> str:
 
 
 def _well_formed(text: str, kind: str) -> bool:
-  """Returns whether a turn has the right form and its action is a `kind`."""
+  """Returns whether a turn has the right form, and an action named `kind`."""
   text = _END_OF_TURN.sub('', text)
   return (
     text.endswith(f'</{kind}>')

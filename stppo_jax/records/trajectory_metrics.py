@@ -124,8 +124,8 @@ def count_tokens(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
   """Returns the number of policy tokens, and of tokens that repeat text.
 
   A token repeats text if the four tokens that end with it occur earlier in the
-  same turn. The result counts only this host's tokens. The caller adds the
-  counts of all hosts.
+  same turn. The result counts only this host's tokens. Later the counts of all
+  hosts are added up.
   """
   total = repeated = 0
   for trajectory in _valid(trajectories):
