@@ -69,7 +69,7 @@ class SyntheticDemonstrations:
       the same encyclopedia.
     noise: the rate of the demonstrator's errors, and their random seed.
     one_hop_steps: the number of steps at the start whose questions have one
-      hop, so that the policy first learns to copy an answer from a passage.
+      hop, so that the policy first learns to copy names.
     think_words, error_turns, repair_rate: see `demonstrate`.
   """
 
@@ -128,8 +128,8 @@ class PassageDemonstrations:
     passages: the passages by id; empty if only a server has the passages.
     noise: the rate of the demonstrator's errors, and their random seed.
     max_searches: the largest number of searches in a dialogue.
-    quote_words: the largest number of words that an answer quotes. The number
-      of each answer is drawn from 1 to `quote_words`. If `quote_words` is 0,
+    quote_words: the largest number of words that an answer quotes. For each
+      answer, a number is drawn from 1 to `quote_words`. If `quote_words` is 0,
       the answer is a golden answer.
   """
 
@@ -208,7 +208,11 @@ class PassageDemonstrations:
     return dataclasses.replace(question, text=excerpt or question.text)
 
   def _answer(self, question: types.Question, rng: np.random.Generator) -> str:
-    """Returns a golden answer, or with `quote_words` a quote of a passage."""
+    """Returns a golden answer, or the first words of a gold passage.
+
+    The passage is quoted if `quote_words` is not 0 and the question has a gold
+    passage.
+    """
     gold = self._gold(question)
     if not (self.quote_words and gold):
       return question.golden_answers[0]
@@ -272,7 +276,7 @@ def _stored(fields: Any, number: int) -> _Stored:
   question = readers.parse_question(fields)
   turns = fields.get('turns')
   if not turns or not readers.is_strings(turns):
-    raise ValueError('"turns": expected a list with at least one text')
+    raise ValueError('"turns": expected a list of one or more texts')
   return _Stored(str(number), question, turns)
 
 

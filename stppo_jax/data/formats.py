@@ -179,7 +179,7 @@ def _get(row: Any, name: str) -> Any:
 
 
 def _once(values: Sequence[Any]) -> list[Any]:
-  """Returns the values in order, without repetitions and empty values."""
+  """Returns the values in order, without repetitions or empty values."""
   return list(dict.fromkeys(filter(None, values)))
 
 
@@ -192,7 +192,10 @@ def _parsed(value: Any) -> Any:
 
 
 def _pairs(value: Any, first: str, second: str) -> list[tuple[Any, Any]]:
-  """Returns pairs; `value` is a list of pairs, or a dict of two columns."""
+  """Returns the pairs in a list of pairs, or in a dict of two columns.
+
+  Copies on the hub have such a dict, with the columns `first` and `second`.
+  """
   value = _parsed(value)
   if isinstance(value, Mapping):
     return list(zip(_get(value, first), _get(value, second)))

@@ -33,6 +33,6 @@ def check_built(root: pathlib.Path, name: str) -> None:
   if name not in names(root):
     there = ', '.join(names(root)) or 'none'
     raise ValueError(
-      f'{name}: not built in {root}, which has: {there}; to build it: '
+      f'{name}: not built in {root} (built there: {there}); to build it: '
       f'python -m stppo_jax data build {name} --root={root}'
     )

@@ -76,8 +76,9 @@ class Element:
   Attributes:
     name: the name of a data set, or of a file.
     split: the split of the data set; '' if the mixture names none.
-    weight: how many questions come from this element, relative to the weights
-      of the other elements; None if the number of its questions decides.
+    weight: the share of the questions that come from this element, relative to
+      the weights of the other elements; None for a share in proportion to the
+      number of its questions.
     limit: the largest number of questions that are used; None for no limit.
     filters: the conditions that every used question fulfils.
   """

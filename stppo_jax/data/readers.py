@@ -192,7 +192,7 @@ def _answers(fields: Mapping[str, Any]) -> tuple[str, ...]:
     raise ValueError('no "answers"')
   answers = fields['answers']
   if not answers or not is_strings(answers):
-    raise ValueError('"answers": expected a list with at least one string')
+    raise ValueError('"answers": expected a list of one or more strings')
   if not all(map(str.strip, answers)):
     raise ValueError(
       '"answers": expected strings that are not empty, because an empty answer '
@@ -214,7 +214,7 @@ def _options(fields: Mapping[str, Any]) -> dict[str, str]:
     or not options
     or not all(isinstance(text, str) for text in options.values())
   ):
-    raise ValueError('"options": expected an object with at least one string')
+    raise ValueError('"options": expected an object of one or more strings')
   return dict(options)
 
 

@@ -225,7 +225,7 @@ def _builder(root: pathlib.Path, name: str) -> Any:
 
 
 def _question(row: Mapping[str, Any]) -> types.Question:
-  """Returns the question of a row, in which `tfds` has bytes for strings."""
+  """Returns the question of a row, whose strings `tfds` reads as bytes."""
   texts = lambda values: [value.decode() for value in values]
   options = row['options']
   return readers.parse_question(

@@ -23,7 +23,8 @@ Question: {question}
 """
 
 _INFORMATION = ('\n\n<information>', '</information>\n\n')
-# The fixed parts of prompts and observations that get a token of their own.
+# Short fixed parts of prompts and observations. Each gets a token of its own,
+# see `phrases`.
 _FORM = ('Question:', *(f'Doc {i}(Title:' for i in range(1, 10)), ')')
 _CORRECTION = (
   'No valid action. Write a query inside <search> and </search>, or the '

@@ -118,8 +118,8 @@ def try_once(
 def _line(error: Exception) -> str:
   """Returns an error with the file and the line that raised it, in one line."""
   frames = traceback.extract_tb(error.__traceback__)
-  # If a module cannot be imported, the last frame is in Python's own code, and
-  # its file and line tell the user nothing.
+  # If an import finds no module, the last frame is in Python's own code. Its
+  # file and line tell the user nothing.
   where = ''
   if frames and not isinstance(error, ImportError):
     where = f' ({frames[-1].filename}:{frames[-1].lineno})'

@@ -103,9 +103,10 @@ def golden_choices(
 ) -> frozenset[str]:
   """Returns the letters of the golden options.
 
-  Golden answers are first read as the texts of options, because "A" may be the
-  text of an option, such as a vitamin. If no golden answer is the text of an
-  option, the golden answers are read like the policy's answer, see `choose`.
+  Golden answers are first read as the texts of options, because the text of an
+  option may itself be a letter, such as "A" for the vitamin. If no golden
+  answer is the text of an option, the golden answers are read like the policy's
+  answer, see `choose`.
   """
   texts = {_plain(golden) for golden in golden_answers}
   keys = {key for key, text in options.items() if _plain(text) in texts}

@@ -106,7 +106,7 @@ class SearchEnvironment(protocol.Environment):
     return prompts.fill(self._template, question)
 
   def episode(self, question: types.Question) -> Self:
-    """Returns this object; with `turn_first_found`, returns a copy of it."""
+    """Returns this object, or a copy if `turn_first_found` has a weight."""
     del question
     if not self._weights['turn_first_found']:
       return self

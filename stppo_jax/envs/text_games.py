@@ -115,7 +115,7 @@ class TextWorldEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """See `protocol.Environment`; adds the tags and the words of games.
+    """See `protocol.Environment`; adds tags, words of games and the correction.
 
     Raises:
       ValueError: if the package `textworld` is missing.

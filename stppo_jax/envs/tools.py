@@ -125,7 +125,10 @@ class ToolsEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """See `protocol.Environment`; adds the tags and fixed parts of calls."""
+    """See `protocol.Environment`; adds fixed texts.
+
+    These are the tags, the fixed parts of calls and the correction.
+    """
     calls = [
       f'{{"name": "{name}", "arguments": {{"{argument}": "'
       for name, kind in TOOLS.items()

@@ -27,8 +27,8 @@ MAX_REPLY_BYTES = 64 << 20  # a larger reply is a failure
 
 _EXCERPT = 200  # characters of an error reply that a message quotes
 _OPEN = contextlib.nullcontext()  # takes the place of a gate if there is none
-# Clients have a random generator of their own, because the state of the module
-# `random` belongs to the user's code.
+# The random generator of all clients. The module `random` is not used, because
+# its state belongs to the user's code.
 _JITTER = random.Random()
 # The tasks that hold sessions open. The event loop has only weak references to
 # its tasks, so without this set the task of a dropped client would end without

@@ -114,7 +114,7 @@ class Connections:
   def guard(
     self, make_protocol: Callable[[], asyncio.Protocol]
   ) -> Callable[[], asyncio.Protocol]:
-    """Returns `make_protocol` with a `Connection` around what it makes."""
+    """Returns a factory that puts a `Connection` around each protocol."""
     return lambda: Connection(self, make_protocol())
 
   def find(self, transport: asyncio.BaseTransport | None) -> Connection | None:

@@ -233,7 +233,7 @@ class EmbeddedServer:
     self._thread.join()
 
   async def _serve(self, started: futures.Future) -> None:
-    """Serves until the function `stop`, which it defines, is called.
+    """Serves until another thread calls the function `stop`.
 
     The result of `started` becomes the URL and `stop`. If the start fails,
     `started` gets the error. `__enter__` waits for `started` on another thread,

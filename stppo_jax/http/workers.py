@@ -12,13 +12,13 @@ import socket
 import sys
 
 _END_TIMEOUT = 20.0  # seconds until a worker that does not end is killed
-# Seconds before a worker is replaced. Without a pause, a worker that crashes at
-# every start would be started again and again, without end.
+# Seconds before a worker is replaced. Without a pause, a worker that always
+# crashes would be started again and again as fast as the machine can.
 _PAUSE = 1.0
 
 
 class WorkerFailed(Exception):
-  """Raised if a worker ends before it is ready; the worker says why."""
+  """Raised if a worker ends before it is ready; it has printed the reason."""
 
   def __init__(self, exit_code: int):
     super().__init__(f'a worker ended with exit code {exit_code}')
@@ -95,8 +95,8 @@ async def _end(
   assert worker.stdin is not None
   worker.stdin.close()
   try:
-    # `wait_for` cancels what it waits for at the timeout. The shield keeps
-    # `ended` from being cancelled, because it is awaited below.
+    # At the timeout, `wait_for` cancels its argument. The shield protects
+    # `ended`, which is awaited again after the timeout.
     await asyncio.wait_for(asyncio.shield(ended), _END_TIMEOUT)
   except TimeoutError:
     worker.kill()

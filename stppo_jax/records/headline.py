@@ -25,7 +25,7 @@ def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def training(metrics: Mapping[str, float]) -> dict[str, float]:
-  """Returns the reward or the loss of a step, by the name that is shown."""
+  """Returns the reward or the loss of a step, by a short name."""
   return {name: metrics[key] for name, key in _MAIN.items() if key in metrics}
 
 

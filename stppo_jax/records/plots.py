@@ -72,9 +72,9 @@ def read_metrics(path: str | pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-  """Returns for each index the mean of the `window` values that end there.
+  """Returns for each index the mean of the last `window` values up to it.
 
-  Values that are nan are left out of the mean.
+  Values that are nan are left out. If all of them are nan, the mean is nan.
   """
   recent = [values[max(i - window, 0) : i] for i in range(1, len(values) + 1)]
   recent = [x[~np.isnan(x)] for x in recent]

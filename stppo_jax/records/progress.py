@@ -85,7 +85,7 @@ class Progress:
       self._bar.start()
 
   def update(self, done: int, metrics: Mapping[str, float]) -> None:
-    """Shows that `done` steps are done; 0 stands for the first evaluation."""
+    """Shows that `done` steps are done; 0 is the evaluation before training."""
     line = self._line(done, metrics)
     if self._bar is not None:
       self._bar.update(self._task, completed=done, description=line)

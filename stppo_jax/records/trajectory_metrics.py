@@ -52,7 +52,7 @@ class Failures:
 
   @property
   def fraction(self) -> float:
-    """The share of failed trajectories, or of failed turns if it is larger.
+    """The larger of two shares: of failed trajectories and of failed turns.
 
     The share of turns counts too, because many trajectories that never search
     must not hide that every search fails.

@@ -63,9 +63,9 @@ class Writer:
       host: the index of the host.
       keep_files: the number of this host's newest dialogue files to keep, for
         each kind of dialogues. 0 keeps all files.
-      keep_lines: the smallest number of the newest steps whose metrics are
-        kept. When the number of kept steps reaches twice this number, older
-        steps are removed. 0 keeps the metrics of all steps.
+      keep_lines: the metrics of at least this many of the newest steps are
+        kept. When the file has the metrics of twice as many steps, the older
+        half is removed. 0 keeps the metrics of all steps.
       hparams: config key to value, for TensorBoard.
       trackers: experiment trackers that get the metrics, too.
     """
@@ -255,7 +255,7 @@ class Writer:
 
     The first error of each sink is logged.
     """
-    # Every error is caught, because no lost line is worth the end of the run.
+    # Every error is caught, so that a line that is lost never ends the run.
     try:
       call()
     except Exception as error:

@@ -50,7 +50,10 @@ async def ask(
 async def spoken(
   client: http_client.Client, query: str, *, corpus: str
 ) -> dict[str, http_client.Failure | None]:
-  """Asks in every dialect; returns for each dialect the failure or None."""
+  """Sends a query in every dialect; returns the failure of each dialect.
+
+  A dialect in which the server answers has None in place of a failure.
+  """
 
   async def failure_in(dialect: dialects.Dialect):
     try:

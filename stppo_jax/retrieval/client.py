@@ -28,8 +28,9 @@ _CACHED_BYTES = 64 << 20  # the most bytes that cached answers take
 # into this many smaller requests.
 _SPLIT = 4
 
-# The statuses of a server that is ready. The server of Search-R1 has no health
-# endpoint and answers with 404, but it answers only after its index is loaded.
+# The statuses of a server that is ready. A server without a health endpoint
+# answers with 404 or 405. It is ready, too, because the server of Search-R1
+# answers only after its index is loaded.
 _READY = (200, 404, 405)
 _HEALTH_PATH = '/health'
 

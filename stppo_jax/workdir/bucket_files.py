@@ -69,8 +69,8 @@ def downloaded(
     dialogues: whether to download the dialogues.
     arrays: whether to download the arrays of checkpoints. If False, the files
       of the arrays are made with the right size and without content.
-    start: whether to download the folder start/policy, which has the policy
-      that the run starts from, if the run has made this policy.
+    start: whether to download the folder start/policy. A run that makes the
+      policy from which it starts has the policy in this folder.
 
   Raises:
     BucketError: the bucket cannot be read, or has no objects at this address.

@@ -165,7 +165,10 @@ def _acquire(bucket: buckets.Bucket, data: bytes) -> int:
 
 
 def _read(content: bytes) -> tuple[lock.Holder | None, float]:
-  """Returns the holder that a lease names, or None, and how long it holds."""
+  """Returns the holder of a lease, and for how many seconds the lease holds.
+
+  If the content is damaged, the holder is None and the seconds are `SECONDS`.
+  """
   try:
     record = json.loads(content)
     return lock.Holder(**record['holder']), float(record['seconds'])

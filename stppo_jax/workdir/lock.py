@@ -5,9 +5,9 @@
 The holder is the process that creates the file, which only one process can do,
 on network file systems too. If the holder has ended, another process takes the
 lock over. Processes of the holder's host see at once that the holder has ended.
-But a holder that runs in another container of the host seems to have ended,
-too. So the holder also locks the file with `flock`, if the file system has such
-locks.
+But a holder that still runs in another container of the host looks ended to
+them, too. So the holder also locks the file with `flock`, if the file system
+has such locks.
 
 Other hosts cannot see that the holder has ended. So the holder touches the file
 every few seconds, and another host takes the lock over if the file was not
@@ -308,8 +308,8 @@ def _check(
   age = _now(folder) - touched
   if age > silence:
     _log.info(
-      f'{folder}: locked by {who}, which was silent for {age:.0f} s; the start '
-      f'takes over in {2 * every:.0f} s unless the holder touches the lock'
+      f'{folder}: locked by {who}, silent for {age:.0f} s; this start takes '
+      f'over in {2 * every:.0f} s unless the holder touches the lock'
     )
     time.sleep(2 * every)
   if age <= silence or path.stat().st_mtime != touched:

@@ -88,7 +88,10 @@ def recorded(text: str) -> str:
 
 
 def here(text: str) -> str:
-  """Returns a record's JSON, with paths for names at the start of strings."""
+  """Returns the JSON of a record with paths in place of the names.
+
+  The name of a packaged file is replaced at the beginning of a string.
+  """
   for name, folder in _PACKAGED.items():
     text = text.replace(f'"{name}', f'"{folder}')
   return text

@@ -305,9 +305,9 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 def _digest(config: Mapping[str, Any]) -> str:
   """Returns the digest of the config keys that later starts must not change.
 
-  A key that earlier versions of this program did not have does not count if its
-  value makes runs behave as in the earlier versions. So versions with and
-  without the key compute the same digest.
+  Some keys are newer than some runs. Such a key does not count if it has the
+  value with which these runs were trained. So versions with and without the key
+  compute the same digest.
   """
   earlier = schema.earlier().items()
   values = {
@@ -333,7 +333,7 @@ def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(checksums: Mapping[str, str]) -> dict[str, str]:
-  """Returns checksums with the names that `named_files.recorded` gives."""
+  """Returns checksums with names in place of the paths of packaged files."""
   return json.loads(named_files.recorded(json.dumps(checksums)))
 
 

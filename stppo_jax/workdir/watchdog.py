@@ -88,7 +88,7 @@ class Watchdog:
       self._phase, self._since, self._has_told = phase, now, False
 
   def look(self, path: pathlib.Path) -> None:
-    """Writes the stacks if the present phase takes too long, but only once.
+    """Writes the stacks, once per phase, if the present phase takes too long.
 
     Args:
       path: the file to which the stacks are appended.

@@ -83,7 +83,7 @@ class Checkpointer:
 
     Args:
       workdir: the run's folder. If the run's folder is in a bucket, this is the
-        folder of this machine that stands for it.
+        folder on this machine that stands for the bucket's folder.
       keep: the number of newest steps to keep, in addition to the step with the
         best score. None keeps all steps.
       keep_every: steps that are multiples of this number are kept too. 0 keeps

@@ -131,7 +131,7 @@ class PendingSave:
     return True
 
   def note_end(self) -> None:
-    """Notes that all files have been written; called by a thread of Orbax."""
+    """Notes the time when all files are written; Orbax's thread calls this."""
     self._ended = time.monotonic()
 
   def _check_part(self, manager: ocp.CheckpointManager) -> bool:
@@ -148,7 +148,10 @@ class PendingSave:
     return True
 
   def _reload(self, manager: ocp.CheckpointManager) -> None:
-    """Reads Orbax's list of steps again; if that fails, the next save does."""
+    """Reads Orbax's list of steps again.
+
+    If that fails, the next save reads the list.
+    """
     self._is_stale = True
     # An error here is ignored, because the error that is being handled says
     # more than another error of the bucket.

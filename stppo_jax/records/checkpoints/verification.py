@@ -77,8 +77,8 @@ def _read(
     name: the name of the leaf.
     kind: the shape and dtype of the leaf, as in the manifest.
   """
-  # The leaf is read onto one device, because a fingerprint does not depend on
-  # the mesh on which the run computed it.
+  # The leaf is read onto one device. The mesh of the run is not needed, because
+  # a fingerprint does not depend on the mesh.
   sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shape, dtype = tuple(kind['shape']), jnp.dtype(kind['dtype'])
   wanted = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)}

@@ -26,7 +26,7 @@ class FaissIndex(dense.VectorIndex):
     size: int,
     query_prefix: str = '',
   ):
-    """Opens the file, and memory-maps its vectors if FAISS can do that.
+    """Opens the file; memory-maps its vectors if the index type allows that.
 
     Args:
       path: the file that FAISS wrote.
