@@ -54,16 +54,18 @@ _OWN = {
 _COMPARISONS = {
   'dead_critic': {
     'The comparisons that were planned': dead_critic.COMPARISONS,
-    'The one that was added afterwards': dead_critic.ADDED,
+    'The comparison that was added afterwards': dead_critic.ADDED,
   },
   'bounds': {'The comparisons that were planned': bounds.COMPARISONS},
   'narrow_bounds': {
     'The comparisons that were planned': narrow_bounds.COMPARISONS
   },
-  'steps_ahead': {'Old policies and the newest': steps_ahead.COMPARISONS},
+  'steps_ahead': {
+    'The comparisons with no steps ahead': steps_ahead.COMPARISONS
+  },
   'real_text': {
     'The comparisons that were planned': real_text.COMPARISONS,
-    'Those that were added later': real_text.ADDED,
+    'The comparisons that were added later': real_text.ADDED,
   },
   'sizes': {'The comparisons that were planned': sizes.COMPARISONS},
   'long_turns': {'The comparisons that were planned': long_turns.COMPARISONS},

@@ -199,8 +199,8 @@ def test_what_the_page_says_of_larger_models(size, collapses):
   )
   token, turn, narrow = (f'{100 * x:.0f} %' for x in cut)
   assert {
-    '2M': f'{narrow} of the tokens in the first five steps, where bounds of .2 '
-    f'cut {turn} and those of token ratios {token}',
+    '2M': f'{narrow} of the tokens in the first five steps, where turn ratios '
+    f'with .2 cut {turn} and token ratios {token}',
     '10M': f'with 10 million weights {narrow}, {turn} and {token}',
   }[size] in _WORDS
   token, turn, narrow = (f'{x:.2f}' for x in kl)
@@ -214,8 +214,8 @@ def test_what_the_page_says_of_larger_models(size, collapses):
     for areas in ([run.curve.area for run in runs] for runs in arms)
   )
   assert (
-    f'areas are between {least:.2f} and {most:.2f}, and those of token ratios '
-    f'between {low:.2f} and {high:.2f}'
+    f'areas are between {least:.2f} and {most:.2f}, and the areas of token '
+    f'ratios between {low:.2f} and {high:.2f}'
   ) in _WORDS
 
 
