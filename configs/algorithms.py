@@ -211,7 +211,7 @@ ALGORITHMS = {
   ),
   'mt_grpo': _algorithm(advantage='turn_group', **_NO_KL),
   'gigpo': _algorithm(advantage='gigpo', **_CLAMPED_KL_IN_LOSS),
-  # Related algorithms that were published later.
+  # Related algorithms at the level of turns, published after arXiv 2511.20718.
   'atpo': _algorithm(
     ratio={'level': 'turn', 'gradient': 'token'},
     **_NARROW_BOUNDS,

@@ -41,8 +41,8 @@ class BucketError(OSError):
   """Says in one line why a bucket cannot be used or reached.
 
   Attributes:
-    exit_code: 2 if this machine has no access to such buckets, 75 if a request
-      failed.
+    exit_code: 2 if the address cannot be used from this machine, or nothing is
+      stored there; 75 if a request failed.
   """
 
   def __init__(self, line: str, exit_code: int = exits.TRY_AGAIN):

@@ -125,10 +125,7 @@ class ToolsEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """See `protocol.Environment`; adds fixed texts.
-
-    These are the tags, the fixed parts of calls and the correction.
-    """
+    """See `protocol.Environment`; adds tags, parts of calls, `_CORRECTION`."""
     calls = [
       f'{{"name": "{name}", "arguments": {{"{argument}": "'
       for name, kind in TOOLS.items()

@@ -393,7 +393,7 @@ def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
 
 
 def _tile(size: int, most: int) -> int:
-  """Returns the columns of a tile, so that tiles are few and nearly equal."""
+  """Returns the number of columns of a tile, for few and nearly equal tiles."""
   if size <= most:
     return size
   tiles = -(-size // most)

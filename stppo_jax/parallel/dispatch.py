@@ -59,7 +59,7 @@ class _Visits(NamedTuple):
 
   Attributes:
     tokens: the index of each visit's token; N for padding.
-    slots: the number of each visit among the E visits of its token.
+    slots: the index of each visit among the E visits of its token.
     experts: the index of each visit's expert on this device; x for padding.
     number: the number of visits without padding.
   """

@@ -46,8 +46,8 @@ _SPLIT_AXES = (
   *('data_rows', 'data_columns', 'fsdp_rows', 'fsdp_columns'),
   *('expert_rows', 'expert_columns', 'tensor_columns', 'tensor_rows'),
 )
-# For each axis of the training mesh, the axes over which the first layout of
-# `Placement.stages` shards weights.
+# Maps an axis over which training shards weights to the split axes that take
+# its place in the first layout of `Placement.stages`.
 _BEGIN = {
   'fsdp': ('fsdp_rows', 'fsdp_columns'),
   'expert': ('expert_rows', 'expert_columns'),

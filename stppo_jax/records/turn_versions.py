@@ -51,8 +51,8 @@ class TurnVersions:
       atomic_files.replace(self._path(step), json.dumps(versions).encode())
     except OSError as error:
       _log.warning(
-        'cannot write the versions of the policy; the run goes on, but it '
-        'cannot be repeated: %s',
+        'cannot record which policies wrote the turns; the run goes on, but '
+        'it cannot be repeated: %s',
         error,
       )
 

@@ -16,9 +16,9 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.rollout import deliveries
 
 Groups = list[list[types.Trajectory]]
-# The joined value of these counts is the maximum over hosts, not the sum.
-# Percentiles do not add up. The hosts wait for the end of an outage at the same
-# time, and collect further rounds at the same time.
+# These counts are joined by their maximum over hosts, not by their sum.
+# Latencies are percentiles, which do not add up. The hosts wait out an outage
+# at the same time, and resample at the same time.
 _LARGEST = (
   'retrieval/latency',
   'retrieval/outage',

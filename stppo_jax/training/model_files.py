@@ -156,7 +156,7 @@ def build_model_config(
   replay = config.updates.routing_replay
   if replay != 'nowhere' and not sizes.num_experts:
     raise ValueError(
-      f'updates.routing_replay={replay}: must be nowhere, because the '
+      f"updates.routing_replay={replay}: must be 'nowhere', because the "
       f'model in {model.path} has no experts'
     )
   expert = mesh.shape['expert']

@@ -217,7 +217,7 @@ def with_start(config, workdir: pathlib.Path):
   config = config.copy_and_resolve_references()
   config.model.path = str(start)
   if config.init_from:
-    # The start's directory has the tokenizer of the other run.
+    # The directory of the start has the tokenizer of the run in `init_from`.
     config.model.tokenizer_path = ''
   return config
 

@@ -74,8 +74,8 @@ def test_the_scorer_that_saved_them_agrees(file, capsys):
   assert out.splitlines()[1:] == [
     'saved      em 0.7500',
     'response   em 0.7500',
-    '0 dialogues differ: 0 got a higher score by response, 0 had a higher '
-    'score as saved',
+    '0 dialogues differ: 0 score higher by response, 0 have the higher score '
+    'in the file',
   ]
 
 

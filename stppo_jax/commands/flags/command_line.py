@@ -28,7 +28,7 @@ _OVERRIDE = 'config.'
 
 
 class Given(NamedTuple):
-  """Holds the arguments of a command line that set no flag, and its errors.
+  """Holds what a command line has besides flags: words, overrides, errors.
 
   The values of the flags are in the `FlagValues`.
 

@@ -44,12 +44,12 @@ _Index = tuple[slice, ...]
 
 
 class _Source(NamedTuple):
-  """Locates the values of a part of a leaf.
+  """Locates the values of a leaf, or of one layer or expert of a leaf.
 
   Attributes:
-    entry: the tensor's name, and the part's place in the parameter tree.
+    entry: the tensor's name, and the place of the values in the parameter tree.
     tensor: the tensor in its file.
-    row: the first row of the tensor that belongs to the part.
+    row: the first of the tensor's rows that hold the values.
   """
 
   entry: families.Entry
@@ -57,7 +57,7 @@ class _Source(NamedTuple):
   row: int
 
   def read(self, index: _Index) -> np.ndarray:
-    """Reads and returns only a slice of the part, in the file's dtype."""
+    """Returns only a slice of the values, in the dtype of the file."""
     index = index[::-1] if self.entry.transposed else index
     rows = slice(index[0].start + self.row, index[0].stop + self.row)
     values = self.tensor.read((rows, *index[1:]))

@@ -205,7 +205,7 @@ def write(
     if layer.startswith('dense_') and '.mlp.' in name:
       raise ValueError(
         f'{name}: PEFT would read this adapter as an adapter of experts; '
-        'export without --adapters, which writes merged weights'
+        'leave out --adapters, to write merged weights'
       )
     for key in 'ab':
       tensor = f'{_PREFIX}{name}.lora_{key.upper()}.weight'

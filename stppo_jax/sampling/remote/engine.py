@@ -191,7 +191,7 @@ class RemoteEngine:
 
   @property
   def busy(self) -> bool:
-    """Whether a poll can end a turn before the caller resumes another row."""
+    """Whether a turn is at the server, or waits to be sent there."""
     return bool(self._in_flight or self._waiting)
 
   def remaining(self, row: int) -> int:
