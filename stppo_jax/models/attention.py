@@ -5,12 +5,11 @@ key and value heads, R = N / K query heads that share one key and value head, H
 size of a head. Heads are shared as in grouped-query attention (Ainslie et al.,
 2023, arXiv 2305.13245).
 
-`attention` computes the definition of attention, takes any mask and runs on
-every platform. For whole sequences there is `causal_attention`, which uses a
-fused kernel (`fused_attention`) or computes long sequences in tiles
-(`blockwise`). Tiles and fused kernels support causal masks only, with or
-without a window. A KV cache is read by `attend_to_slices`, or by a kernel of
-the package `kernels`.
+`attention` computes attention by its definition, takes any mask and runs on
+every platform. `causal_attention` is for whole sequences. It uses a fused
+kernel (`fused_attention`) or computes long sequences in tiles (`blockwise`).
+Tiles and fused kernels support causal masks only, with or without a window. A
+KV cache is read by `attend_to_slices`, or by a kernel of the package `kernels`.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +56,7 @@ def attention(
 
 
 class Segments(NamedTuple):
-  """Tells which token belongs to which sequence if a row holds several.
+  """Tells to which of the sequences in its row each token belongs.
 
   Attributes:
     ids_BL: int32, the number 1..count of each token's sequence; 0 at padding.
@@ -94,9 +93,8 @@ class Page(NamedTuple):
   """Describes a slice of keys and values that is read only if it is needed.
 
   Attributes:
-    needed: scalar bool. It may be false only if no query sees any key of this
-      page or of the pages after it. If it is false, none of these pages is
-      read.
+    needed: scalar bool. If it is false, neither this page nor any page after
+      it is read. It may be false only if no query sees any key of these pages.
     read: function without arguments that returns the slice.
   """
 

@@ -14,12 +14,12 @@ When the largest logit rises from m to m', o and t are scaled by exp(m - m').
 The result is o / t after the last tile. This is FlashAttention (Dao et al.,
 2022, https://arxiv.org/abs/2205.14135).
 
-Automatic differentiation would save the weights of every pair of tiles for the
-backward pass, which are [L, L] numbers again. So the backward pass is written
-by hand. It saves the inputs, the result, and for each query the number
-log_total = log Σ_j exp(x_j) = m + log t. It then computes the weights of a pair
-of tiles again, already normalised, as exp(x - log_total). With w the normalised
-weights, o the result, e the loss and g = de/do,
+For the backward pass, automatic differentiation would save the weights of all
+pairs of tiles, together [L, L] numbers. So the backward pass is written by
+hand. The forward pass saves the inputs, the result, and for each query the
+number log_total = log Σ_j exp(x_j) = m + log t. The backward pass computes the
+weights of a pair of tiles again, already normalised, as exp(x - log_total).
+With w the normalised weights, o the result, e the loss and g = de/do,
 
     de/dv_j = Σ_l w_lj g_l
     de/dx_lj = w_lj (g_l . v_j - g_l . o_l)
@@ -28,9 +28,9 @@ where g_l . o_l = Σ_j w_lj g_l . v_j needs no sum over the tiles of keys. The
 pairs of tiles are visited in the order of the forward pass, so each sum rounds
 the same way in every run.
 
-Rows of at most `_FEW` tiles use a second, unrolled program. There, each tile of
-queries takes all its keys in one product, and no sums are carried from pair to
-pair. This is faster while the logits of a tile of queries, [C, L], are few.
+Rows of at most `_FEW` tiles use a second, unrolled program. It multiplies each
+tile of queries with all its keys at once, and carries no sums from pair to
+pair. It is faster while the logits of a tile of queries, [C, L], are few.
 
 With a window, a tile of queries skips earlier keys that none of its queries
 sees: whole tiles of keys in the loop, single keys in the unrolled program. The
@@ -71,9 +71,9 @@ def attend(
     size: the number of tokens of a row with its padding.
     tile: the largest number of tokens in a tile.
     mesh: mesh that activations are laid out on; None: one device.
-    segment_ids_BL: int32, the number of each token's sequence if rows hold
-      several; 0 at padding. The tokens of a sequence are neighbours. None:
-      every row is one sequence, and its padding comes last.
+    segment_ids_BL: int32, the number of each token's sequence; 0 at padding.
+      The tokens of a sequence are neighbours. None: every row is one sequence,
+      and its padding comes last.
     window: the largest number of tokens that a query sees; 0: no limit.
   """
   num_tiles = -(-size // tile)
@@ -81,7 +81,7 @@ def attend(
   padded = num_tiles * tile
   mix: Any = _mix_in_loop  # Any, because custom_vjp hides the function's type
   if num_tiles <= _FEW:
-    padded, mix = size, _mix_unrolled  # the last tile may be shorter there
+    padded, mix = size, _mix_unrolled  # the last tile may be shorter
   ids_BL = segment_ids_BL
   if ids_BL is not None:
     ids_BL = jnp.pad(ids_BL, ((0, 0), (0, padded - size)))
@@ -298,9 +298,9 @@ def _cast_like(gradients: Sequence[Array], inputs: Sequence[Array]) -> tuple:
 def _sum_pairs(add_pair, sums, q_BKRLH, ids_BL, tile, window) -> tuple:
   """Returns the sums after `add_pair` has added pairs of tiles to them.
 
-  Tile i of queries is paired with the tiles of keys from the first tile in
-  which the first query sees a key up to tile i. Pairs of tiles that share no
-  sequence in any row are skipped. `add_pair` takes the sums so far and the
+  Tile i of queries is paired with several tiles of keys: from the tile with the
+  first key that its first query sees, up to tile i. Pairs of tiles that share
+  no sequence in any row are skipped. `add_pair` takes the sums so far and the
   indices of both tiles, and returns the new sums.
   """
   size = q_BKRLH.shape[_TOKENS]

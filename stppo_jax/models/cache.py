@@ -103,9 +103,9 @@ def row_shards_of_host(
 def axes(
   num_kv_heads: int, mesh: jax.sharding.Mesh
 ) -> tuple[activations.Axes, activations.Axes]:
-  """Returns the mesh axes of rows, and the mesh axis of heads or None.
+  """Returns the mesh axes of a cache's rows, and the mesh axis of its heads.
 
-  A cache is sharded along these axes.
+  The second result is None if the heads are not sharded.
   """
   rows, tensor = activations.ROWS, activations.TENSOR
   if num_kv_heads % activations.extent(mesh, tensor):
@@ -124,9 +124,9 @@ def nothing_recent(
 
 
 def _by_layer(config, plain, with_experts) -> tuple[Any, ...]:
-  """Returns a tuple with one of the two arguments for each layer.
+  """Returns a tuple with one element for each layer.
 
-  A layer with experts gets `with_experts`, and any other layer gets `plain`.
+  The element is `with_experts` for a layer with experts, or else `plain`.
   """
   return tuple(
     with_experts if config.stacks[name][0].num_experts else plain

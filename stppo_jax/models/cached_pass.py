@@ -129,7 +129,8 @@ class Live(NamedTuple):
         mesh=self.mesh,
         in_specs=(*[spec] * 5, self.kernel.work_specs(rows), P()),
         out_specs=spec,
-        # A kernel does not declare along which mesh axes its results differ.
+        # A kernel does not declare along which mesh axes its results differ,
+        # so JAX cannot check these axes.
         check_vma=False,
       )
     pages = self.cache[layer][:2]

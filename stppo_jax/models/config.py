@@ -228,14 +228,14 @@ class ModelConfig:
 
   @property
   def pattern(self) -> tuple[int, list[tuple[str, slice, slice]]]:
-    """The number of repetitions of the pattern of layers, and the runs in it.
+    """How often the pattern of layers repeats, and the runs of the pattern.
 
     If all layers are in one stack, the pattern is all layers. Otherwise it is
     the shortest sequence of stacks whose repetition gives the stacks of all
-    layers. A run is some adjacent layers of the pattern in the same stack. For
-    each run there is a tuple (name of the stack, indices of the run's layers in
-    the pattern, indices of these layers in the part of the stack that one
-    repetition of the pattern uses).
+    layers. A run is some adjacent layers of the pattern in the same stack. Each
+    run is a tuple (name of the stack, slice of the pattern's layers, slice of
+    the stack's layers). For the last slice, the layers of a stack are counted
+    from 0 again in each repetition of the pattern.
     """
     names, count = [name for name, _ in self.places], self.num_layers
     length = count
@@ -252,7 +252,10 @@ class ModelConfig:
 
 
 def computed_as(config: ModelConfig, other: ModelConfig) -> ModelConfig:
-  """Returns `config`, but with the program and the precision of `other`."""
+  """Returns `config` with the fields named in `_PROGRAM` taken from `other`.
+
+  These fields choose the program and the precision of the computation.
+  """
   fields = {name: getattr(other, name) for name in _PROGRAM}
   return dataclasses.replace(config, **fields)
 

@@ -34,8 +34,8 @@ class Rows(TypedDict, total=False):
   """Lists the optional arrays that a forward pass reads beside the tokens.
 
   Attributes:
-    lengths_B: the number of tokens of each row without padding, which saves the
-      work on padding; None: rows have no padding.
+    lengths_B: the number of tokens of each row without padding. Known lengths
+      save work on padding. None: rows have no padding.
     segments: the sequences in each row; None: each row is one sequence.
     loss_positions_BM: int32, the positions l of the tokens whose results the
       caller wants, distinct within a row. Positions outside 1..L - 1 fill up a

@@ -138,7 +138,7 @@ def splash(
 
   Args:
     size, lengths_B, mesh, segments, window: see `attention.causal_attention`.
-    interpret: whether to interpret the kernel, which needs no TPU.
+    interpret: whether to interpret the kernel, which then needs no TPU.
   """
   # Imported here because the import takes a fifth of a second and only a TPU
   # needs it.
@@ -188,7 +188,8 @@ def splash(
       mesh=mesh,
       in_specs=(heads, heads, heads, P(heads[0])),
       out_specs=heads,
-      # A kernel does not declare along which mesh axes its results differ.
+      # A kernel does not declare along which mesh axes its results differ, so
+      # JAX cannot check these axes.
       check_vma=False,
     )(*inputs)
 

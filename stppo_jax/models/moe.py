@@ -44,8 +44,8 @@ class Routing:
   Attributes:
     expert_ids: int32, the experts that each token visited, [B, L, E] or
       [B, L, layers, E].
-    visits_BX: float32, the number of visits to each expert by the tokens of a
-      row that count; no gradient. [B, S, X] if there are S sums for each row.
+    visits_BX: float32, for each row the number of visits of counted tokens to
+      each expert; no gradient. [B, S, X] if there are S sums for each row.
     probs_BX: float32, the sums of the router's probabilities p of these tokens;
       differentiable.
   """
@@ -149,7 +149,7 @@ def load_balance(visits_X: Array, probs_X: Array, tokens: Array) -> Array:
 
   Args:
     visits_X, probs_X: see `Routing`; sums over layers and rows.
-    tokens: number of tokens in the sums, each counted once in every layer.
+    tokens: number of tokens in the sums; a token counts once for each layer.
   """
   tokens = jnp.maximum(tokens, 1)
   return visits_X.size * jnp.sum(visits_X / tokens * (probs_X / tokens))
@@ -268,7 +268,7 @@ def _grouped(product, x_BLD, ids_BLE, weights_BLE, *kernels) -> Array:
 
 
 def _by_expert(product, x_UD: Array, ids_U: Array, kernels) -> Array:
-  """Returns each visit's result [U, D], arbitrary if no expert has its id."""
+  """Returns each visit's result [U, D]; arbitrary for unknown expert ids."""
   gate, up, down = kernels
   num_experts = len(gate[0])
   # Shapes are static although the loads of experts vary: there are always U
@@ -357,7 +357,7 @@ def ragged_dot(
     x_UK: rows, sorted by matrix, in the matrices' dtype: bfloat16 or float32.
     w_XKN: matrices.
     sizes_X: int32, the number of rows of each matrix; their sum is U.
-    interpret: whether to interpret the gradient's kernel, which needs no TPU.
+    interpret: whether to interpret the kernel, which then needs no TPU.
   """
   del interpret  # only `_backward` uses `interpret`
   return jax.lax.ragged_dot(x_UK, w_XKN, sizes_X)
@@ -380,7 +380,7 @@ ragged_dot.defvjp(_forward, _backward)
 
 def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
   """Returns the gradient [X, K, N] of the matrices of `ragged_dot`."""
-  # Imported here because this takes a fifth of a second and only TPUs need it.
+  # Imported here: the import takes a fifth of a second, and only TPUs need it.
   from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
   # The kernel needs whole tiles of rows. The rows of padding belong to no
@@ -393,7 +393,7 @@ def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
 
 
 def _tile(size: int, most: int) -> int:
-  """Returns the number of columns of a tile, for few and nearly equal tiles."""
+  """Returns how many columns each of the fewest possible tiles has."""
   if size <= most:
     return size
   tiles = -(-size // most)

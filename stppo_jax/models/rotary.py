@@ -2,7 +2,8 @@
 
 Shape letters: B rows, L tokens of a row, N heads of queries or of keys, H size
 of the rotated part of a head. Only the first H numbers of a head are rotated.
-The numbers i and i + H/2 of a head are a pair. A pair turns by the angle
+The numbers at the indices i and i + H/2 of a head are a pair. A pair turns by
+the angle
 
     position * theta^(-2i / H)
 
@@ -149,7 +150,7 @@ _SCALED: Mapping[str, Callable[..., Array]] = {
 def rotate(x_BLNH: Array, cos_and_sin: tuple[Array, Array]) -> Array:
   """Returns rotated queries or keys.
 
-  The first numbers of each head are rotated. With a the first half of these
+  The first H numbers of each head are rotated. With a the first half of these
   numbers and b the second half, the halves become a cos - b sin and
   b cos + a sin. The other numbers of the head do not change.
   """

@@ -210,7 +210,7 @@ class Transformer(nnx.Module):
       tokens_BL: token ids, right-padded.
       lengths_B: the number of tokens of each row without padding. The lengths
         save work on padding, whose states mean nothing and are read by nothing.
-        They also leave padding out of the sums of the routing.
+        The lengths also leave padding out of the sums of the routing.
       segments: the sequences in each row, with separate sums of the routing for
         each sequence, [B, S, X]; None: each row is one sequence.
       expert_ids: int [B, L, layers, E], the experts to visit in each layer with
@@ -292,8 +292,8 @@ class Transformer(nnx.Module):
         run = rematerialised(
           functools.partial(layer, modules[name][0]),
           self.config.remat,
-          # With several runs, a run may have one layer. The compiler unrolls a
-          # loop over one layer, so the result counts as unrolled.
+          # With several runs, a run may have one layer. The compiler unrolls
+          # the loop over this layer, so the layer counts as unrolled.
           unrolled=unroll > 1 or len(runs) > 1,
         )
         # After the attention of the last layer, only states at `places_BM` are

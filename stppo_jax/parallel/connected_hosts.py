@@ -133,7 +133,7 @@ class ConnectedHosts(hosts_lib.Hosts):
     self._send({'stop': True})
 
   def diagnose(self, error: BaseException) -> BaseException:
-    """See `Hosts.diagnose`; waits some seconds for the other host's failure."""
+    """See `Hosts.diagnose`; waits some seconds to hear of a failed host."""
     self._failed.wait(_DIAGNOSIS)
     return self._failure or error
 
@@ -272,8 +272,8 @@ class ConnectedHosts(hosts_lib.Hosts):
 
     Args:
       error: the error to raise.
-      what: the name of the exchanges, with which their keys begin; '' stands
-        for all exchanges.
+      what: the text with which the keys of these exchanges begin, which is the
+        name of the exchanges; '' for all exchanges.
     """
     with self._lock:
       keys = [key for key in self._waiting if key.startswith(what)]
@@ -319,7 +319,7 @@ class ConnectedHosts(hosts_lib.Hosts):
   def _expect(self, key: str) -> concurrent.futures.Future:
     """Returns the future of the values of an exchange.
 
-    If the run fails, or a stop abandons the exchange, the future raises.
+    If the run fails, or a stop abandons the exchange, the future gets an error.
     """
     future = concurrent.futures.Future()
     # Because of the lock, a failure comes either before this block, and is seen

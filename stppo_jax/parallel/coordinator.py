@@ -190,7 +190,7 @@ class Coordinator:
     if count != self.count:
       refusal = f'{self.count} processes are expected, not {count}'
     elif process in self._left:
-      # This host was started again before the other hosts have ended.
+      # This process was started again before the other processes had ended.
       refusal = f'the run there, which host {process} has left, is about to end'
       code = exits.TRY_AGAIN
     elif not 0 <= process < count or process in self._members:
@@ -264,7 +264,7 @@ class Coordinator:
       send(member.writer, message)
 
   async def _watch(self) -> None:
-    """Tells all processes who is late, and fails the run at the time limits."""
+    """Tells all which processes are late; fails the run at the time limits."""
     clock = self._clock
     started = asked = clock.now
     while not self._failed:
@@ -311,7 +311,7 @@ class Coordinator:
     return ', '.join(self.describe(n) for n in of if n not in present)
 
   def describe(self, process: int) -> str:
-    """Returns a process's number and, once it is known, its machine's name."""
+    """Returns a process's number and, once known, the name of its machine."""
     member = self._members.get(process)
     return f'host {process}' + (f' ({member.name})' if member else '')
 
@@ -387,12 +387,12 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 def addresses(host: str) -> Sequence[str]:
-  """Returns the addresses of a host name that a server tries to bind, in order.
+  """Returns the addresses that a server with this host name tries to bind.
 
   For a loopback name, only the loopback address is returned, so that no other
-  machine can connect. Another name may belong to a gateway that passes
-  connections on, and whose address cannot be bound here. So for such a name,
-  '' follows, which means all addresses of this machine.
+  machine can connect. Any other name may belong to a gateway that passes
+  connections on, and whose address cannot be bound here. So for any other name,
+  '' comes second, which means all addresses of this machine.
   """
   resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
   first = str(resolved[0][4][0])

@@ -107,9 +107,9 @@ def exchanged(
     *experts: for each projection, the matrices [x, ...] of this device's
       experts and, if there are adapters, the adapters' matrices.
     axis: the mesh axis along which devices hold different experts.
-    product: a product of rows with matrices. The gradient of the matrices is
-      computed by a kernel, which is used to sum the visits of a token. None:
-      visits are summed with gathers.
+    product: a function that multiplies rows with matrices. The kernel that
+      computes the gradient of these matrices also sums the visits of a token.
+      None: visits are summed with gathers.
   """
 
   def gather(a_BL):
@@ -135,7 +135,8 @@ def _own(ids_NE: Array, held: int, rows: int) -> _Visits:
   """Returns the visits to this device's experts, padded to whole blocks.
 
   Args:
-    ids_NE: the experts that tokens visit; this device has 0 to held - 1.
+    ids_NE: the experts that tokens visit; this device has the experts 0 to
+      held - 1.
     held: the number of experts of this device.
     rows: the number of visits of a block.
   """

@@ -68,7 +68,7 @@ def place(
   if collectors >= count:
     raise ValueError(
       f'mesh.collectors={collectors}: must be below the number of processes of '
-      f'the run, {count}, since one must learn'
+      f'the run, {count}, since one process must learn'
     )
   return found
 
@@ -150,7 +150,7 @@ def joined(
   Raises:
     HostFailed: a host did not connect in time, or has failed.
     Misconfigured: the hosts were given different numbers of collectors, or jax
-      does not see exactly the hosts of this host's run.
+      sees a wrong number of hosts in the run of this host.
   """
   if here is None:
     yield hosts_lib.ALONE

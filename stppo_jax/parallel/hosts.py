@@ -56,7 +56,8 @@ class Hosts:
       failure. It must make this host abandon work that can be repeated.
     collectors: the number of hosts that only collect.
     learns: whether this host learns; False if it only collects.
-    whole: all hosts of the run, of which this object may be a `Group`.
+    whole: the object for all hosts of the run; this object itself if it is not
+      a `Group`.
     reached_at: the name or address at which other hosts reach this host.
   """
 
@@ -75,7 +76,7 @@ class Hosts:
   def group(self) -> 'Hosts':
     """The hosts with the same task as this host: to learn, or only to collect.
 
-    Without hosts that only collect, these are all hosts.
+    If no host only collects, these are all hosts.
     """
     return self
 

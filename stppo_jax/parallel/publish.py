@@ -181,7 +181,7 @@ class Placement:
 
   @functools.cached_property
   def _groups(self) -> np.ndarray:
-    """The devices [copies, tensor] of training.
+    """The devices of training, as an array [copies, tensor].
 
     The devices of one row together hold one copy of the weights for decoding.
     """
@@ -281,8 +281,8 @@ class Publisher:
   def parts(self, params: Tree) -> list[tuple[Tree, int]]:
     """Returns the parts of weights, each with its number of layers.
 
-    The first part is all weights outside of stacks, with the number 1, if there
-    are any. Every stack of layers is a further part.
+    Weights outside of stacks, if there are any, are the first part, which
+    counts as 1 layer. Every stack of layers is a further part.
 
     Args:
       params: the weights with stacked layers, or their shapes.

@@ -38,8 +38,8 @@ class Limits(NamedTuple):
       accepts.
     operations: bfloat16 multiplications and additions per second.
     bandwidth: bytes per second to and from the memory of the device.
-    links: bytes per second that the device sends to devices of its host; on a
-      TPU, through both links of one axis of the torus.
+    links: bytes per second that the device sends to other devices of its host;
+      on a TPU, through both links of one axis of the torus.
     network: bytes per second that the device sends to another host.
     clock: cycles per second, for `hlo_cost.estimated_cycles`.
     per_chip: the number of devices of one chip.
@@ -186,7 +186,7 @@ def find(name: str) -> Topology:
 
 
 def virtual(topology: Topology) -> list[Any]:
-  """Returns devices that can form a mesh, but for which nothing compiles.
+  """Returns devices that can form a mesh, but for which no program compiles.
 
   Raises:
     ValueError: the last host would have fewer devices than the other hosts;

@@ -188,8 +188,8 @@ class Server:
 class Client:
   """Reads the logs of several servers, message by message.
 
-  The messages with the same number belong together, such as the pieces of the
-  same weights.
+  Messages that have the same number in their logs belong together, such as the
+  pieces of the same weights.
 
   Args:
     addresses: the addresses of the servers.

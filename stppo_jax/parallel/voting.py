@@ -36,7 +36,7 @@ def voted(
 
   Args:
     hosts: the hosts of the run.
-    interrupt: notices the signals of this host.
+    interrupt: the object that notices the signals of this host.
     patience: seconds for which a host that was interrupted or has failed waits
       for the votes of other hosts; None: as long as for other exchanges.
 
@@ -103,7 +103,8 @@ def collective_section(
 
   If one host left the section at a signal, the other hosts would wait for it
   for ever. So all hosts finish the section, and then end together if one of
-  them got a signal. The only host of a run ends at once.
+  them got a signal. If a run has only one host, a signal ends the section at
+  once.
 
   Args:
     hosts: the hosts of the run.
@@ -133,7 +134,7 @@ def agreed(
 
   Args:
     hosts: the hosts of the run.
-    interrupt: notices the signals of this host.
+    interrupt: the object that notices the signals of this host.
     value: the value of this host.
 
   Raises:

@@ -193,7 +193,7 @@ def _windows(
     )
   if types is not None and len(types) != layers:
     raise ValueError(
-      f'layer_types has {len(types)} layers: must have '
+      f'layer_types has {len(types)} entries: must have as many as '
       f'num_hidden_layers={layers}'
     )
   if windows is None or not size:

@@ -63,8 +63,8 @@ def export(
   """Writes weights, configs and tokenizer, and replaces an earlier export.
 
   All processes that hold shards of the weights must call this function. One
-  process calls it with `writes`, and the other processes send it their parts of
-  the weights, slice by slice.
+  process calls it with `writes=True`, and the other processes send their parts
+  of the weights to this process, slice by slice.
 
   Args:
     directory: the folder to write. If it exists, its files stay, except files

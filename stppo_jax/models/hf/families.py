@@ -106,8 +106,8 @@ class Family(NamedTuple):
       frequencies in layers with a window. These frequencies are then never
       scaled. '': all layers have the same rotary frequencies.
     names: path of a leaf in a layer -> the name of its tensor in a layer, where
-      the name differs from the family `llama`; '': the family has no such leaf.
-      Leaves with the same name are parts of one tensor.
+      the name differs from the name in the family `llama`; '': the family has
+      no such leaf. Leaves with the same name are parts of one tensor.
   """
 
   class_name: str
@@ -252,10 +252,10 @@ def find(model_type: str | None) -> Family:
 
 
 def of(*, qkv_bias: bool, qk_norm: bool, num_experts: int) -> str:
-  """Returns the first family for models with these fields of `ModelConfig`.
+  """Returns the first family that fits these fields of `ModelConfig`.
 
-  The result is a key of `FAMILIES`. A family with other fields in `blocks` is
-  never returned.
+  The result is a key of `FAMILIES`. A family whose `blocks` set further fields
+  is never returned.
 
   Raises:
     ValueError: there is no such family, so the model could not be exported.

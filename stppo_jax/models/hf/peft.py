@@ -152,7 +152,7 @@ def read(
     layer, index = places.get(each.name, ('', ()))
     if f'{layer}/lora_a' not in leaves:
       raise ValueError(
-        f'{directory}: {each.name} can have no adapter in this model'
+        f'{directory}: {each.name} is no matrix with an adapter in this model'
       )
     ratio = each.scale / lora.scale_of(layer)
     for key, values in zip('ab', each.read()):

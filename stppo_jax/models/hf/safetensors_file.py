@@ -6,8 +6,8 @@
 
 The library `safetensors` reads the files. It checks a file by its header and
 its size without reading a tensor, maps the file into memory, and reads only the
-requested slices. Its writer needs all tensors of a file in memory at once,
-which may be larger than the memory of a host. So this module writes files
+requested slices. Its writer needs all tensors of a file in memory at once, but
+a file may be larger than the memory of a host. So this module writes files
 itself, chunk by chunk.
 """
 

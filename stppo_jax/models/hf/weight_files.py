@@ -4,8 +4,9 @@
     model.safetensors.index.json        {weight_map: {tensor: file}, ...} and
     model-00001-of-00002.safetensors    the files that the index names
 
-If both exist, the single file is read, as `transformers` does. The index's
-metadata (total_size) is ignored, since writers disagree about it.
+If a directory has both the single file and the index, the single file is read,
+as in `transformers`. The index's metadata (total_size) is ignored, since
+writers disagree about it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,8 @@ from stppo_jax.models.hf import safetensors_file
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
-SLICE_BYTES = 2**23  # size of the slices of a leaf that the host holds, float32
+# Bytes of a slice in float32. A host reads and writes a leaf slice by slice.
+SLICE_BYTES = 2**23
 _SHOWN = 3  # the most names or problems that an error lists
 
 

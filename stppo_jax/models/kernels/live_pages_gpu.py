@@ -2,11 +2,12 @@
 
 A page is live if its row has begun to fill it. The own tokens of a row are the
 recent tokens that are in no page yet. The kernel computes the same function as
-`live_pages_tpu`, divided in a way that suits a GPU. Each program of the grid
-handles some queries of one row and one key and value head. The program goes
-through the live pages of the row, then through the row's own tokens, and keeps
-the sums in registers. It reads pages where they are in the cache: no page is
-copied or gathered before the kernel.
+`live_pages_tpu` without `soft_cap` and `sinks_KR`, but divides the work in a
+way that suits a GPU. Each program of the grid handles some queries of one row
+and one key and value head. The program goes through the live pages of the row,
+then through the row's own tokens, and keeps the sums in registers. It reads
+pages where they are in the cache: no page is copied or gathered before the
+kernel.
 
 Shape letters: B rows, P pages of the cache, N pages that a row can have, K key
 and value heads, R query heads that share one key and value head, C queries of a
@@ -69,8 +70,8 @@ def plan_work(
     lengths_B: int32, the number of cached tokens of each row.
     table_BN: int32, the page numbers of each row.
     num_pages: P. A number of P or more in the table stands for no page, and is
-      replaced by the number of the last page. This is safe, because the row
-      sees no key at that place.
+      replaced by the number of the last page. This is safe, because no query of
+      the row sees a key through this entry of the table.
     window: ignored; `plan_work` of `live_pages_tpu` uses it.
   """
   del window
@@ -104,7 +105,7 @@ def attend(
     first: int32, the number of own tokens before the first query.
     window: the largest number of tokens that a query sees, its own token and
       the tokens before it; None: no limit.
-    interpret: whether to interpret the kernel, which needs no GPU.
+    interpret: whether to interpret the kernel, which then needs no GPU.
 
   Returns:
     The weighted means of the values [B, K, R, C, H], in the dtype of q.

@@ -7,13 +7,13 @@ the tokens that were decoded since pages were last written.
 Shape letters: B rows, P pages of the cache, N pages that a row can have, K key
 and value heads, R query heads that share one key and value head, C queries of a
 row, Q = R * C, J positions of a page, T own tokens of a row, H size of a head,
-E entries of the grid, Z = `_PLACES` pages of an entry.
+E entries of the grid, Z = `_PLACES` places for pages in an entry.
 
 Rows differ in length, and the kernel reads only live pages. Its grid is a list
 of entries, each with a row and up to Z adjacent pages of the row. An entry has
 several pages because a step of the grid takes some time, however little it
-reads. If an entry has fewer than Z pages, its other places keep the pages of an
-earlier entry, which are not read again.
+reads. If an entry has fewer than Z pages, each of its other places keeps the
+page that an earlier entry had in this place. The page is not read again.
 """
 
 import functools
@@ -82,8 +82,8 @@ def plan_work(
     lengths_B: int32, the number of cached tokens of each row.
     table_BN: int32, the page numbers of each row.
     num_pages: P. A number of P or more in the table stands for no page, and is
-      replaced by the number of the last page. This is safe, because the row
-      sees no key at that place.
+      replaced by the number of the last page. This is safe, because no query of
+      the row sees a key through this entry of the table.
     window: the largest number of tokens that a query sees; 0: no limit.
   """
   B, N = table_BN.shape
@@ -150,7 +150,7 @@ def attend(
       logits stay unchanged.
     sinks_KR: for each query head, the logit of an additional key without a
       value, as in gpt-oss (OpenAI, 2025); None: no such key.
-    interpret: whether to interpret the kernel, which needs no TPU.
+    interpret: whether to interpret the kernel, which then needs no TPU.
 
   Returns:
     The weighted means of the values [B, K, R, C, H], in the dtype of q.

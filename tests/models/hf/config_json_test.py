@@ -266,7 +266,7 @@ def test_the_longest_text_decides_about_rotations(kind, rope, longest, plain):
     (
       'olmo3',
       {'layer_types': _TYPES[:1]},
-      '^layer_types has 1 layers: must have num_hidden_layers=2$',
+      '^layer_types has 1 entries: must have as many as num_hidden_layers=2$',
     ),
     (
       'olmo3',
