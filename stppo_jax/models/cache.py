@@ -10,12 +10,12 @@ pages to rows as the rows grow. It keeps the page numbers of each row in a table
 prefix can share pages. On a mesh, each device has pages for its own rows only,
 and page numbers and P count the pages of one device.
 
-A program reads only the first pages of each row, as many as the longest row has
-begun. So the cost of a token grows with the current length of the rows, not
-with the largest possible length. The number of pages that are read changes no
-bit of the result, see `attention.attend_to_slices`. For each row, the kernels
-for TPU and GPU read only pages that the row has begun, see the package
-`kernels`.
+A program reads only the first n pages of each row, where n is the number of
+pages that the longest row has begun. So the cost of a token grows with the
+current length of the rows, not with the largest possible length. The number of
+pages that are read changes no bit of the result, see
+`attention.attend_to_slices`. For each row, the kernels for TPU and GPU read
+only pages that the row has begun, see the package `kernels`.
 
 New keys and values are first kept beside the pages, in `Recent`, until `store`
 moves them into pages. A loop that decodes tokens writes only to `Recent`, which

@@ -335,10 +335,10 @@ class Transformer(nnx.Module):
   def _last_layer_apart(self) -> bool:
     """Whether the last layer is computed outside the scan over other layers.
 
-    This is true only if the scan is fully unrolled, because taking the last
-    layer out of the stack would otherwise copy the weights of this layer. This
-    is false if the model has experts, because then the last layer must also
-    return the routing of all tokens.
+    The result is False if the scan is not fully unrolled, because taking the
+    last layer out of the stack would then copy the weights of this layer. It is
+    also False if the model has experts, because then the last layer must return
+    the routing of all tokens.
     """
     config = self.config
     return (

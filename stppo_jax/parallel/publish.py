@@ -379,9 +379,9 @@ class Publisher:
 def _moved(x: jax.Array, layout: NamedSharding) -> list[jax.Array]:
   """Returns copies of pieces of x on the devices of a layout.
 
-  Each device of this host in the layout gets the piece that the layout gives
-  the device. The piece is copied from a device of this host that holds it. If
-  several devices hold the piece, they take turns as the source.
+  Each device of this host in the layout gets the piece that the layout assigns
+  to the device. A device of this host that holds the piece is the source of the
+  copy. If several devices hold the piece, they take turns as the source.
   """
   held: dict[tuple, list[jax.Array]] = {}
   for piece in x.addressable_shards:
