@@ -56,7 +56,7 @@ def attention(
 
 
 class Segments(NamedTuple):
-  """Tells to which of the sequences in its row each token belongs.
+  """Tells which sequence of its row each token belongs to.
 
   Attributes:
     ids_BL: int32, the number 1..count of each token's sequence; 0 at padding.

@@ -298,9 +298,9 @@ def _cast_like(gradients: Sequence[Array], inputs: Sequence[Array]) -> tuple:
 def _sum_pairs(add_pair, sums, q_BKRLH, ids_BL, tile, window) -> tuple:
   """Returns the sums after `add_pair` has added pairs of tiles to them.
 
-  Tile i of queries is paired with several tiles of keys: from the tile with the
-  first key that its first query sees, up to tile i. Pairs of tiles that share
-  no sequence in any row are skipped. `add_pair` takes the sums so far and the
+  Tile i of queries is paired with the tiles of keys from j to i. Tile j has the
+  first key that the first query of tile i sees. Pairs of tiles that share no
+  sequence in any row are skipped. `add_pair` takes the sums so far and the
   indices of both tiles, and returns the new sums.
   """
   size = q_BKRLH.shape[_TOKENS]

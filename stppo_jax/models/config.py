@@ -228,7 +228,7 @@ class ModelConfig:
 
   @property
   def pattern(self) -> tuple[int, list[tuple[str, slice, slice]]]:
-    """How often the pattern of layers repeats, and the runs of the pattern.
+    """How often the pattern of layers occurs, and the runs of the pattern.
 
     If all layers are in one stack, the pattern is all layers. Otherwise it is
     the shortest sequence of stacks whose repetition gives the stacks of all

@@ -357,7 +357,7 @@ def ragged_dot(
     x_UK: rows, sorted by matrix, in the matrices' dtype: bfloat16 or float32.
     w_XKN: matrices.
     sizes_X: int32, the number of rows of each matrix; their sum is U.
-    interpret: whether to interpret the kernel, which then needs no TPU.
+    interpret: whether to interpret the gradient's kernel; this needs no TPU.
   """
   del interpret  # only `_backward` uses `interpret`
   return jax.lax.ragged_dot(x_UK, w_XKN, sizes_X)
@@ -393,7 +393,7 @@ def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
 
 
 def _tile(size: int, most: int) -> int:
-  """Returns how many columns each of the fewest possible tiles has."""
+  """Returns the columns per tile, for the fewest tiles of nearly equal size."""
   if size <= most:
     return size
   tiles = -(-size // most)

@@ -277,7 +277,7 @@ def _update(work: Work) -> _Counts:
   times = -(-rows // work.microbatch)
   models = 2 if work.values == 'own' else 1
   layers, head = _layers(work, rows), _head(work, rows)
-  # Frozen weights need no gradient, so the backward pass has fewer products.
+  # Frozen weights get no gradient, so each matrix needs one product less.
   passes = 2 if work.adapters else 3
   needed = passes * (models * layers + head)
   # Logits are computed again in the backward pass.

@@ -292,8 +292,8 @@ class Transformer(nnx.Module):
         run = rematerialised(
           functools.partial(layer, modules[name][0]),
           self.config.remat,
-          # With several runs, a run may have one layer. The compiler unrolls
-          # the loop over this layer, so the layer counts as unrolled.
+          # With several runs, a run may have only one layer. The compiler
+          # unrolls the loop over this layer, so the layer counts as unrolled.
           unrolled=unroll > 1 or len(runs) > 1,
         )
         # After the attention of the last layer, only states at `places_BM` are

@@ -272,8 +272,8 @@ class ConnectedHosts(hosts_lib.Hosts):
 
     Args:
       error: the error to raise.
-      what: the text with which the keys of these exchanges begin, which is the
-        name of the exchanges; '' for all exchanges.
+      what: the name of these exchanges. The keys of the exchanges begin with
+        this name. '': all exchanges.
     """
     with self._lock:
       keys = [key for key in self._waiting if key.startswith(what)]

@@ -264,7 +264,7 @@ class Coordinator:
       send(member.writer, message)
 
   async def _watch(self) -> None:
-    """Tells all which processes are late; fails the run at the time limits."""
+    """Names late processes to all, and fails the run at the time limits."""
     clock = self._clock
     started = asked = clock.now
     while not self._failed:
@@ -387,7 +387,7 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 def addresses(host: str) -> Sequence[str]:
-  """Returns the addresses that a server with this host name tries to bind.
+  """Returns, in order, the addresses that a server of a host tries to bind.
 
   For a loopback name, only the loopback address is returned, so that no other
   machine can connect. Any other name may belong to a gateway that passes

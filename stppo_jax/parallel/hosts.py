@@ -76,7 +76,7 @@ class Hosts:
   def group(self) -> 'Hosts':
     """The hosts with the same task as this host: to learn, or only to collect.
 
-    If no host only collects, these are all hosts.
+    If all hosts of the run learn, these are all hosts.
     """
     return self
 

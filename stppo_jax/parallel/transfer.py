@@ -126,7 +126,7 @@ class Server:
       self._box.pop(key, None)
 
   def close(self) -> None:
-    """Ends all connections; a client then reports the end of the log."""
+    """Ends all connections; `Client.read` then returns None."""
     with self._changed:
       self._is_closed = True
       self._changed.notify_all()
