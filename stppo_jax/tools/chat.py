@@ -73,7 +73,10 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
 
 
 def _lines(stream: TextIO) -> Iterator[str]:
-  """Yields the lines that are not empty; prompts for lines on a terminal."""
+  """Yields the lines of a stream that are not empty, without outer spaces.
+
+  If the stream is a terminal, a prompt is printed before each line is read.
+  """
   while True:
     if stream.isatty():
       print('? ', end='', flush=True)

@@ -20,7 +20,7 @@ _TITLES = ('step', 'saved', 'size', 'score', '')
 
 
 class ExportFailed(RuntimeError):
-  """The error of a failed export; the directory is as it was before."""
+  """The error of an export that ended because a file operation failed."""
 
   exit_code = exits.TRY_AGAIN
 
@@ -113,8 +113,9 @@ def export(
   Only the policy's weights are read from the checkpoint. They are sharded over
   the largest number of devices that divides the model width, whatever the mesh
   of the run was. `config.model` says where the shape and the tokenizer come
-  from and, if adapters were trained, the frozen weights under the adapters.
-  Nothing in `workdir` is changed, so the run may still be training.
+  from. If adapters were trained, it also says where the frozen weights under
+  the adapters come from. Nothing in `workdir` is changed, so the run may still
+  be training.
 
   Args:
     config: the config of the run.

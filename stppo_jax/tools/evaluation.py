@@ -110,7 +110,7 @@ class _Folder:
       raise exits.Misconfigured('\n'.join(other))
 
   def records(self) -> list[dict[str, Any]]:
-    """Returns the written records, after removing an incomplete last line."""
+    """Returns the records in the folder; removes an incomplete last line."""
     path = self._path / 'dialogues.jsonl'
     if not path.is_file():
       return []

@@ -103,8 +103,8 @@ def show(rescored: Sequence[Rescored], scope: str, *, most: int) -> None:
   print(f'saved      em {sum(e.saved for e in rescored) / count:.4f}')
   print(f'{scope:10} em {sum(e.score for e in rescored) / count:.4f}')
   print(
-    f'{len(differing):,} dialogues differ: {gained:,} score higher by {scope}, '
-    f'{len(differing) - gained:,} have the higher score in the file'
+    f'{len(differing):,} dialogues differ in score: {gained:,} score higher '
+    f'with {scope}, {len(differing) - gained:,} score higher in the file'
   )
   for entry in differing[:most]:
     golden = ' | '.join(entry.record['golden_answers'])

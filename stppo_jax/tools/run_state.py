@@ -259,8 +259,8 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
   Args:
     text: lines of a metrics file.
   """
-  # If evaluations are rare, there may be many lines before the newest lines and
-  # after the last evaluation. These lines are not parsed.
+  # If evaluations are rare, many lines may lie between the last evaluation and
+  # the newest lines. These lines are not parsed.
   has_evaluation, count = False, 0
   for line in reversed(text.splitlines()):
     is_evaluation = b'"val/' in line
@@ -320,7 +320,7 @@ def _alarms(line: Mapping[str, Any]) -> list[str]:
 
 
 def _num_steps(folder: pathlib.Path, command: str) -> int:
-  """Returns the number of steps in the config of a run; 0 if it has none."""
+  """Returns the number of steps that a run's config sets; 0 if not known."""
   try:
     config = json.loads((folder / 'config.json').read_text('utf-8'))
     section = {'train': config, 'sft': config['sft']}.get(command, {})

@@ -130,8 +130,8 @@ async def _serve(app, options: absl_flags.FlagValues) -> int:
       loop.remove_reader(parent)  # a closed pipe would call this again
       stopping.set()
 
-    # A worker must not outlive its parent. The parent writes nothing, so the
-    # pipe becomes readable only when the parent has ended.
+    # A worker must not outlive its parent. The parent writes nothing to the
+    # pipe at stdin, so the pipe is readable only after the parent has ended.
     loop.add_reader(parent, parent_ended)
   async with http_server.serving(
     app,

@@ -397,7 +397,7 @@ def test_a_run_outlives_the_study_that_started_it(folder, capsys):
   threading.Timer(2, hold.unlink).start()
   assert _ablate(folder, '--jobs=1') == 0
   first, *_ = capsys.readouterr().out.splitlines()
-  assert re.fullmatch(r'token_ppo-seed0: runs already, process \d+', first)
+  assert re.fullmatch(r'token_ppo-seed0: already running, process \d+', first)
   assert _starts(folder) == _RUNS
   # It counts as the only job.
   ended, began = (

@@ -112,7 +112,9 @@ def test_an_invalid_array_that_is_not_required_is_left_out(tmp_path, capsys):
   first, second = err.splitlines()
   assert first.startswith(f'--batch={tmp_path}/F.npz: sentence_ids_BL: must be')
   assert 'sampler_logprobs_BL: not finite in float32' in second
-  assert first.endswith('; left out') and second.endswith('; left out')
+  assert first.endswith('; array left out') and second.endswith(
+    '; array left out'
+  )
   gone = set(whole) - set(found)
   assert gone and all(
     x.partition('/')[0] == 'mismatch' or 'sentence' in x for x in gone

@@ -74,7 +74,7 @@ def test_the_scorer_that_saved_them_agrees(file, capsys):
   assert out.splitlines()[1:] == [
     'saved      em 0.7500',
     'response   em 0.7500',
-    '0 dialogues differ: 0 score higher by response, 0 have the higher score '
+    '0 dialogues differ in score: 0 score higher with response, 0 score higher '
     'in the file',
   ]
 

@@ -58,7 +58,9 @@ def is_table(name: str) -> bool:
 
 
 def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
-  """Prints how often each alarm rang in runs; nothing if there are no runs.
+  """Prints a table of how often each alarm rang in some runs.
+
+  If no run is counted, no table is printed.
 
   Args:
     names: the paths of tables of studies, of folders of runs, or of folders
@@ -67,7 +69,7 @@ def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
       threshold in `configs/alarms.py`.
 
   Returns:
-    One message for each table, folder or file that could not be read.
+    One message for each table, folder, file or line that could not be read.
   """
   runs, losses = _of_tables(filter(is_table, names), thresholds)
   folders = [name for name in names if not is_table(name)]
@@ -85,7 +87,7 @@ def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
     if run.state.state == run_state.FINISHED or rings.curve.collapsed:
       runs.append(rings)
     else:
-      print(f'{folder}: left out: it has neither finished nor collapsed')
+      print(f'{folder}: left out: the run neither finished nor collapsed')
   if runs:
     print(f'{title(runs)}\n')
     print(score_report.as_text(table(runs, list(alarms_lib.ALARMS))))
@@ -109,7 +111,10 @@ def _of_tables(
 
 
 def _folders(name: str) -> list[str]:
-  """Returns the run folders inside the folder `name`, or else [name]."""
+  """Returns the folders of the runs inside the folder `name`.
+
+  If `name` is itself the folder of a run, or has no runs, [name] is returned.
+  """
   path = pathlib.Path(name)
   if (path / run_folder.METRICS).exists() or not path.is_dir():
     return [name]
@@ -120,7 +125,7 @@ def _folders(name: str) -> list[str]:
 
 
 def _of_run(run: run_files.Run, thresholds: Mapping[str, float]) -> Rings:
-  """Returns the steps in which the alarms of a run ring with `thresholds`."""
+  """Returns the `Rings` of a run whose alarms have the given thresholds."""
   steps: dict[str, list[float]] = {}
   counts: dict[str, int] = {}
   for line in run.lines:
@@ -134,7 +139,7 @@ def _of_run(run: run_files.Run, thresholds: Mapping[str, float]) -> Rings:
 def of_table(
   run: results.Run, thresholds: Mapping[str, float] | None = None
 ) -> Rings:
-  """Returns the steps in which the alarms of a run from a study's table ring.
+  """Returns the `Rings` of a run that was read from the table of a study.
 
   Args:
     run: the run that was read from the table.
@@ -157,9 +162,10 @@ def of_table(
 
 
 def _rang(run: results.Run, name: str, threshold: float) -> np.ndarray:
-  """Returns for each step 1 if an alarm rings, and 0 if the alarm does not.
+  """Returns an array with 1 for each step in which an alarm rings.
 
-  The value of a step without the alarm's metric is nan.
+  The array has 0 for a step in which the alarm does not ring, and nan for a
+  step without the alarm's metric.
 
   Args:
     run: the run that was read from a table.
@@ -181,7 +187,7 @@ def _rang(run: results.Run, name: str, threshold: float) -> np.ndarray:
 
 
 def title(runs: Sequence[Rings]) -> str:
-  """Returns a title with the number of runs and of collapsed runs."""
+  """Returns a title with the number of runs and how many of them collapsed."""
   collapsed = sum(run.curve.collapsed for run in runs)
   return f'{len(runs)} run{"s" * (len(runs) != 1)}, {collapsed} collapsed'
 

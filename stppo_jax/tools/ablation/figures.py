@@ -165,7 +165,13 @@ def _page(
 
 
 def _seeds(counts: Sequence[int]) -> str:
-  """Returns an arm's number of seeds as text, or a range if groups differ."""
+  """Returns the number of seeds of an arm as text.
+
+  If the number differs between groups, the text is a range.
+
+  Args:
+    counts: the number of seeds that the arm has in each group.
+  """
   if min(counts) < max(counts):
     return f'{min(counts)} to {max(counts)} seeds'
   return f'{counts[0]} seed' + 's' * (counts[0] > 1)
@@ -177,7 +183,7 @@ def _draw(axes, curves: Sequence[np.ndarray], number: int) -> Any:
   All curves are smoothed.
 
   Returns:
-    The thick line.
+    The thick curve.
   """
   style = plots.line(number)
   smooth = [

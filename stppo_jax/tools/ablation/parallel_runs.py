@@ -67,9 +67,9 @@ def run(
 ) -> int:
   """Runs commands in their order and prints when each starts and ends.
 
-  When this process gets its first signal, it sends SIGTERM once to each running
-  command, so that the command can save and end. It then starts no more
-  commands.
+  When this process gets its first SIGINT, SIGTERM or SIGHUP, it sends SIGTERM
+  once to each running command, so that the command can save and end. It then
+  starts no more commands.
 
   Args:
     commands: maps the name of a run to the words of its command, or to an
@@ -83,8 +83,8 @@ def run(
     on_end: called with the name and the exit code of each command that ends.
 
   Returns:
-    The exit code of the signal if one came, or else the largest exit code of
-    the commands.
+    The exit code for that signal if this process got one, or else the largest
+    exit code of the commands.
   """
   jobs = max(min(jobs, len(commands)), 1)
   cores = sorted(os.sched_getaffinity(0))
@@ -110,7 +110,7 @@ def run(
           name, words = waiting.pop(0)
           if isinstance(words, Orphan):
             process: Process = words
-            print(f'{name}: runs already, process {process.pid}', flush=True)
+            print(f'{name}: already running, process {process.pid}', flush=True)
           else:
             print(f'{name}: starts', flush=True)
             log = logs / f'{name}.log' if logs else None
@@ -137,8 +137,8 @@ def run(
             print(ended, flush=True)
             on_end(name, exit_code)
         time.sleep(_POLL)
-    # Commands in sessions of their own would outlive this process, and nothing
-    # would watch their runs.
+    # Commands in sessions of their own would outlive this process. They are
+    # ended, because nothing would watch their runs.
     except BaseException:
       if not are_told:
         _terminate(running)
@@ -151,7 +151,7 @@ def _start(
   environment: Mapping[str, str],
   log: pathlib.Path | None,
 ) -> subprocess.Popen:
-  """Starts a command in a session that signals of the terminal do not reach."""
+  """Starts a command in its own session, which the terminal cannot signal."""
   with open(log or os.devnull, 'ab') as output:
     return subprocess.Popen(
       words,

@@ -41,8 +41,8 @@ class Plan:
     whole: the study with all its groups.
     folder: the folder of the study.
     table: the path of the table of all runs, a CSV file.
-    reuse: the paths of the tables of other studies, from which the runs that
-      equal a missing run are copied.
+    reuse: the paths of the tables of other studies. If one of these tables has
+      a run that equals a missing run, the run is copied and not made.
     seeds: the seeds that the user asks for.
     jobs: the number of runs that are made at once.
     flags: the overrides from the command line, which all runs get.
@@ -110,9 +110,9 @@ def digest(plan: Plan, arm: study_lib.Arm, config: Any) -> str:
 
   Only values that differ from `configs/base.py` are part of the digest, so a
   key that is later added to that file changes no digest. If a default is
-  changed in that file, the digests of arms that use this default do not change.
-  Then the earlier runs of these arms are out of date, although their digests
-  still equal the digests of the arms. So the user must make these runs again.
+  changed in that file, the digests of the arms that use it do not change
+  either. But the finished runs of these arms used the earlier default, so the
+  user must make these runs again.
 
   Args:
     plan: the plan, which has the config changes of each supervised start.

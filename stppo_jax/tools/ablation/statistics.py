@@ -104,6 +104,6 @@ def share_below_one(found: np.ndarray) -> float:
 def common(
   runs: Sequence[results.Run], others: Sequence[results.Run]
 ) -> list[tuple[results.Run, results.Run]]:
-  """Returns the pairs of runs of two arms that have the same seed."""
+  """Returns pairs of runs with the same seed: one run of each of two arms."""
   by_seed = {run.seed: run for run in others}
   return [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]

@@ -61,7 +61,8 @@ def make(plan: plan_lib.Plan, *, is_dry: bool, trains: bool = True) -> int:
 def flags_of_missing(plan: plan_lib.Plan) -> dict[str, list[str]]:
   """Returns the flags of `train` for each missing run, by the run's name.
 
-  The flags have no workdir. Of equal runs, only the first run is returned.
+  The flags have no workdir. If several missing runs are equal, the result has
+  the flags of the first of these runs only.
 
   Raises:
     Misconfigured: a table is damaged.
@@ -98,7 +99,7 @@ def _copied(
 
 
 def _record(plan: plan_lib.Plan) -> None:
-  """Records in the study's folder that `ablate` makes this study there."""
+  """Records in the study's folder which study `ablate` makes in the folder."""
   digest = hashlib.sha256(plan.study.name.encode()).hexdigest()
   run_folder.mark(plan.folder, 'ablate', digest)
   plan.record()
@@ -191,7 +192,7 @@ def _carry_out(
   made: set[str] = set()
 
   def gather(*_) -> None:
-    """Adds to the table those missing runs that have finished."""
+    """Adds to the table the finished runs that the table does not have yet."""
     found = []
     for arm, seed in _missing(plan, runs):
       folder = plan.run_folder(arm, seed)

@@ -83,9 +83,10 @@ def collect(
 ) -> dict[str, np.ndarray]:
   """Returns the arrays of a new saved batch, see `tools.lab.saved_batch`.
 
-  The arrays have values only if the algorithm has a value model. They always
-  have the ids of sentences and states, and the coefficient of the KL penalty,
-  which an adaptive controller changes during a run.
+  `values_BL` and `old_values_BL` are in the result only if the algorithm has a
+  value model. The ids of sentences and states are always in the result, and so
+  is the coefficient of the KL penalty, which an adaptive controller changes
+  during a run.
 
   Args:
     config: the config of a run.
@@ -198,13 +199,15 @@ def _sampled_values(
 
 
 def _with_start(config, workdir):
-  """Returns the config with the start that the run has made as `model.path`.
+  """Returns a run's config, with the weights that the run starts from.
 
-  If the run does not make its start, the config is returned unchanged.
+  If the run makes these weights itself, their directory is the `model.path` of
+  the returned config. Otherwise the config is returned unchanged.
 
   Raises:
-    Misconfigured: the run has not made these weights yet, or `workdir` is not
-      the folder of a run.
+    Misconfigured: the run makes these weights, and has not made them yet or
+      `workdir` is None; or `workdir` is not the folder of a run of `train`.
+    CheckpointsMissing: the run has saved checkpoints, but its folder has none.
   """
   if workdir is None:
     if run_record.makes_start(config):
@@ -247,8 +250,8 @@ def _newest(
   # An adaptive controller may have changed the coefficient since the start of
   # the run. This collection uses the coefficient that the run would use now.
   learner.kl_coefficient = host['kl_coefficient']
-  # The checkpoint may hold earlier policies, with which the run collects later
-  # steps ahead. These policies are not needed here.
+  # The checkpoint may hold earlier policies, which collect the steps that the
+  # run prefetches. These policies are not needed here.
   return step, dataclasses.replace(state, published=())
 
 

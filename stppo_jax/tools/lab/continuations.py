@@ -261,8 +261,8 @@ class _Tokenizer:
     # cut into other tokens than the policy chose.
     if isinstance(text, _Prompt):
       return text.token_ids
-    # The collector passes a plain text, the question, if no episode could be
-    # opened.
+    # If no episode could be opened, the collector passes the text of the
+    # question.
     return self._encode_prompt(text, tools=tools)
 
 

@@ -55,13 +55,13 @@ def required_arrays(estimator: Any) -> frozenset[str]:
 
 
 def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
-  """Checks the needs of an estimator that `saved_batch.select` does not check.
+  """Checks arrays for an estimator, beyond the checks of `saved_batch.select`.
 
   Raises:
     ValueError: turn ids decrease within a row, so turns have no clear
       beginning; all groups have a single row, although the estimator compares
-      the rows of a group; or the estimator reads values of observation tokens
-      that are not finite. The message has a line for each problem.
+      the rows of a group; or values that the estimator reads at observation
+      tokens are not finite. The message has a line for each problem.
   """
   lines = []
   ids_B = arrays.get('group_ids_B', ())

@@ -34,7 +34,7 @@ _ALWAYS_REQUIRED = (
   'old_logprobs_BL',
   'advantages_BL',
 )
-# An array of this list that is not in `required_arrays` only adds metrics.
+# If an array of this list is not in `required_arrays`, it only adds metrics.
 OPTIONAL_ARRAYS = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
 _TURN_Z = 'turn_z_BL'
 _MAY_BE_INFINITE = ('low_BL', 'high_BL')

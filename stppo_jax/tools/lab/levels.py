@@ -136,7 +136,7 @@ def table(levels: Levels) -> str:
   ]
   for label, x in levels.bounds.items():
     cells = [
-      f'{x.low:.5g}' if x.low > 0 else 'none',  # no ratio is ever below 0
+      f'{x.low:.5g}' if x.low > 0 else 'none',  # 0 or less excludes no ratio
       f'{x.high:.5g}',
       f'{x.below:.2%}',
       f'{x.above:.2%}',

@@ -272,7 +272,7 @@ def _load(
   # in an optional array must only cost some metrics and not end the command.
   optional, problems = saved_batch.select_optional(loaded, names, dtype=dtype)
   for problem in problems:
-    print(f'--batch={flags.batch}: {problem}; left out', file=sys.stderr)
+    print(f'--batch={flags.batch}: {problem}; array left out', file=sys.stderr)
   arrays |= optional
   if path != OWN:
     return {label: (x, arrays) for label, x in algorithms.items()}

@@ -207,7 +207,7 @@ def select(
         converted[name] = array.astype(dtype)
       problems += not_finite(name, converted[name], mask_BL)
       if name.endswith('logprobs_BL'):
-        # Values up to _ROUNDING above 0 are allowed; `inf` is reported above.
+        # Values from 0 to _ROUNDING are allowed. `not_finite` has reported inf.
         x_BL = converted[name]
         above = mask_BL & (x_BL > _ROUNDING) & np.isfinite(x_BL)
         problems += [locate(f'{name}: above 0', above)] if above.any() else []
@@ -298,7 +298,7 @@ def _out_of_range(
 
 
 def locate(problem: str, wrong: np.ndarray) -> str:
-  """Returns `problem` with the number and the first place of wrong elements."""
+  """Returns `problem` with the count of wrong elements, and the first index."""
   first = [int(i) for i in np.argwhere(wrong)[0]]
   return f'{problem}; {int(wrong.sum())} entries, the first at {first}'
 
@@ -318,8 +318,9 @@ def _raise_if(problems: Iterable[str]) -> None:
 def token_batch(arrays: Arrays) -> batch_lib.TokenBatch:
   """Returns a `TokenBatch` with the given arrays, which `select` has returned.
 
-  Required fields without an array are 0 or None, and optional fields are None.
-  The field `values_BL` of the batch is the array `old_values_BL`.
+  A field without an array is None. But if the tokens, the lengths, the group
+  ids or the turn ids have no array, they are 0. The field `values_BL` of the
+  batch is the array `old_values_BL`.
   """
   mask_BL = arrays['loss_mask_BL']
   zeros_BL = np.zeros(mask_BL.shape, np.int32)

@@ -4,8 +4,8 @@ A saved batch has sampled values at some tokens, see `continuations`. At such a
 token, let m be the mean and s² the variance of the rewards of n continuations.
 The value V itself is not known: m estimates V with a noise of variance s²/n. So
 m takes the place of V below, and the variance of the noise is subtracted from
-Var V and from mean (critic - V)². Then both estimate the figures for an
-infinite number of continuations.
+Var V and from mean (critic - V)². The figures below then estimate their values
+for an infinite number of continuations.
 
   ceiling    Var V / (Var V + mean s²): the share of the variance of rewards
              that a perfect critic explains; the rest is luck
@@ -206,9 +206,9 @@ def correlations(
 
 
 class _Firsts(NamedTuple):
-  """The sampled value of each row before a turn, and the variance of its noise.
+  """The sampled value before a turn, for each row, and its noise's variance.
 
-  Both are 0 in rows where the value is not known.
+  Both are 0 in rows where the sampled value is not known.
   """
 
   known_B: np.ndarray

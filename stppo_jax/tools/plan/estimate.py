@@ -127,7 +127,7 @@ def _sweep(
   programs: Sequence[str],
   compile_best: int,
 ) -> list[search.MeshCandidate]:
-  """Returns the plans of all meshes, and compiles programs for the best."""
+  """Returns the plans of all meshes, and compiles the best meshes' programs."""
   found = search.sweep_meshes(config, topology, planner)
   if not programs:
     return found

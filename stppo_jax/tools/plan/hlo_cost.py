@@ -32,8 +32,8 @@ _SENT = {
 # The compiler for TPU gives this name to a kernel that is a reduce-scatter. In
 # the HLO text, the kernel has an all-reduce and keeps a part of its result.
 _REDUCE_SCATTER_KERNEL = 'all-reduce-scatter'
-# Instructions that move nothing, and instructions whose bytes are counted where
-# an asynchronous operation begins or in the computations that they call.
+# Instructions that move nothing, or whose bytes are counted on another line:
+# where an asynchronous operation begins, or in the computation that is called.
 _FREE = frozenset(
   {
     *('parameter', 'constant', 'bitcast', 'get-tuple-element', 'tuple'),
@@ -124,8 +124,9 @@ def operations(program: hlo.Program) -> int:
   """Returns the multiplications and additions of all matrix products.
 
   A kernel that the compiler did not make counts with the operations that it
-  declares. The kernels for products of rows and experts declare them. Attention
-  kernels do not, and count as 0.
+  declares, or as 0 if it declares none. The kernels that multiply tokens by the
+  weights of experts declare operations, and so does the kernel with which a TPU
+  reads a KV cache. Other attention kernels declare none.
   """
   return sum(line.times * _operations(line) for line in program.instructions)
 
@@ -162,9 +163,9 @@ def _met(
   lhs_dilate: int = 1,
   rhs_dilate: int = 1,
 ) -> int:
-  """Returns how often a convolution's window meets an element, along one axis.
+  """Returns the number of elements in a convolution's window, along one axis.
 
-  The elements at all positions of the window are counted. Padding and the holes
+  The number is summed over all positions of the window. Padding and the holes
   of a dilation are not computed, so they do not count. The compiler for TPU
   writes the batch axis of a matrix product as an axis with such wide holes that
   the window meets one element at each position.
@@ -177,9 +178,9 @@ def _met(
 def estimated_cycles(program: hlo.Program) -> int:
   """Returns the cycles that the compiler for TPU expects the kernels to take.
 
-  The number is good for comparing programs and is not a time: the compiler
-  estimates only the kernels that it makes itself, and no wait for another
-  device. The number is 0 for a program of another platform.
+  The number is good for comparing programs, but is not a time: it leaves out
+  kernels that the compiler does not make itself, and waits for other devices.
+  For a program of another platform, the number is 0.
   """
   return sum(
     line.times * line.cycles for line in program.instructions if not line.kernel
@@ -242,7 +243,7 @@ def _kernel(
 def _read_inside(
   kernel: Sequence[hlo.Instruction], number: int, program: hlo.Program
 ) -> int:
-  """Returns how many bytes of argument `number` a kernel reads at most."""
+  """Returns the most bytes that a kernel reads of its argument `number`."""
   (argument,) = (
     x for x in kernel if x.opcode == 'parameter' and x.number == number
   )

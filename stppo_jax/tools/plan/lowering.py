@@ -66,8 +66,8 @@ def _full_rows(
 ) -> packing_lib.Packed:
   """Returns the packing of `count` trajectories of the full length.
 
-  Each trajectory fills a row. But if `updates.row_length` is larger than the
-  length of a trajectory, a row may hold several trajectories.
+  If `updates.row_length` is larger than the length of a trajectory, a row may
+  hold several trajectories. Otherwise each trajectory fills a row.
   """
   assert packed.loss_positions_BM is not None
   length = packed.tokens_BL.shape[1]

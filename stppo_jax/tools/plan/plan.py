@@ -54,7 +54,7 @@ class Plan:
     estimated: the bytes of each part of an update's temporaries, by the name of
       the part, as a formula estimates them.
     programs: the costs of the compiled programs, by name.
-    work: the sizes of a step.
+    work: the sizes that the phases of a step depend on, see `roofline.Work`.
     phases: the phases of a step by name, see `roofline.phases`.
     num_steps: the number of steps of the run.
     asks_for_gains: whether turns are rewarded for information gains.
@@ -131,7 +131,7 @@ class Plan:
   @property
   def seconds(self) -> tuple[float, float]:
     """Returns the lower bound and the expected number of seconds of a step."""
-    sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # True for collecting
+    sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # is it collecting?
     for name, phase in self.phases.items():
       side = sides[name in roofline.COLLECTING]
       side[0] += phase.bound
@@ -282,7 +282,7 @@ def estimated_temporaries(
   5 % of the peak that the compiler for TPU plans.
 
   Args:
-    work: the sizes of a step.
+    work: the sizes that a step depends on, see `roofline.Work`.
     held: the bytes that one device holds.
     head_chunk: the number of tokens whose logits are in memory at the same
       time; 0 for all tokens.

@@ -65,7 +65,7 @@ class Cost(NamedTuple):
     results: the bytes of the results, without results that are written over a
       donated argument.
     counted: the names under which a plan already counts some of the arguments.
-    in_place: the bytes of donated arguments that results are written over.
+    in_place: the bytes of the results that are written over donated arguments.
     peak: the largest number of bytes that the program needs at a time, with its
       arguments.
     accessed: the bytes that are read from the device's memory or written to it,

@@ -1,6 +1,6 @@
-"""Searches for changes with which a run fits in memory, and for the best mesh.
+"""Searches for config changes that make a run fit, and for the best mesh.
 
-The changes are changes of the config.
+A run fits if it does not need more memory than a device has.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -112,8 +112,8 @@ def band(members: Group, metric: str) -> list[tuple[int, float, float, float]]:
 
 
 def _environment(run: run_files.Run) -> str:
-  # The recorded config of an earlier version lacks newer keys, so they get the
-  # values that runs had before the keys existed.
+  # The recorded config of an earlier version lacks newer keys. These keys get
+  # the values that runs had before the keys existed.
   return {**schema.earlier(), **run.recorded}['env.name']
 
 

@@ -122,8 +122,8 @@ def _count(path: pathlib.Path) -> int:
 def _thin(items: Sequence[Any], sizes: Sequence[int], most: int) -> list[Any]:
   """Returns evenly spread items whose sizes add up to at most `most`.
 
-  The last item is always one of them. If the last item alone is larger than
-  `most`, the list is empty.
+  If the last item alone is larger than `most`, the list is empty. Otherwise the
+  last item is one of the returned items.
   """
   # Sizes differ, so the number of items that fit depends on the chosen items.
   # If a choice is too large, the next try takes proportionally fewer items.

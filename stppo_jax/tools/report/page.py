@@ -1,8 +1,8 @@
 """Makes the HTML page: one file, which opens from disk and loads nothing.
 
 The file contains its style, its program, and its data as JSON in a script
-element. A content security policy lets the page run only a program with the
-digest of this program, and load nothing.
+element. A content security policy names the digest of the program, so a browser
+runs no other program on the page. The policy also forbids loading files.
 """
 
 import base64
@@ -98,9 +98,9 @@ def html(
 def contents(groups: Sequence[comparison.Group]) -> dict[str, Any]:
   """Returns the data of the page, except metrics and dialogues, as plain types.
 
-  A list about runs has one element for each run, and a list about groups one
-  element for each group, in the order of `groups`. Where a group has a mean and
-  a range over its seeds, they are a result of `summary.spread`.
+  A list about runs has one element for each run, and a list about groups has
+  one element for each group, in the order of `groups`. The mean and the range
+  of a group over its seeds are a result of `summary.spread`.
   """
   runs = [run for members in groups for run in members.runs]
   firsts = [members.runs[0] for members in groups]

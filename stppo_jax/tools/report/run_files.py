@@ -52,8 +52,8 @@ class Run:
       bucket if the folder is a local copy.
     recorded: the values of the run's config by their dotted keys. Keys that
       were renamed since the run have their present names. Secrets in texts are
-      removed, because reports are passed on. It is {} if the config cannot be
-      read.
+      removed, because reports are passed on. If the config cannot be read,
+      `recorded` is {}.
     lines: the metrics of each step: the lines of metrics.jsonl, in order. The
       first line may be about step 0, the evaluation before training.
     state: the state of the run, as the command `status` shows it.
