@@ -43,7 +43,8 @@ def verify(
     workdir: the folder in which the folders of both runs are made.
     after: the number of steps after which the second run is stopped.
     num_steps: the number of steps of both runs.
-    is_alone: whether the flags ask for one machine, and for no restart.
+    is_alone: whether the flags ask for one machine, and do not ask for a
+      restart.
 
   Returns:
     The exit code: 0 if the checkpoints are equal and 3 if they differ. If

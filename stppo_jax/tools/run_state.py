@@ -104,7 +104,7 @@ def runs_in(folders: Sequence[str]) -> list[str]:
 
 
 def _runs_in(folder: str) -> list[str]:
-  """Returns the runs inside a folder, or the folder itself; see `runs_in`."""
+  """Returns the folders that `runs_in` returns for one given folder."""
   path, names = pathlib.Path(folder), set()
   if buckets.is_address(folder):
     with contextlib.suppress(buckets.BucketError):  # `read` reports the error

@@ -83,7 +83,7 @@ def run(
     on_end: called with the name and the exit code of each command that ends.
 
   Returns:
-    The exit code for that signal if this process got one, or else the largest
+    The exit code for the signal if this process got one, or else the largest
     exit code of the commands.
   """
   jobs = max(min(jobs, len(commands)), 1)

@@ -205,8 +205,8 @@ def _with_start(config, workdir):
   the returned config. Otherwise the config is returned unchanged.
 
   Raises:
-    Misconfigured: the run makes these weights, and has not made them yet or
-      `workdir` is None; or `workdir` is not the folder of a run of `train`.
+    Misconfigured: `workdir` is not the folder of a run of `train`; the run has
+      not made its weights yet; or it makes its weights and `workdir` is None.
     CheckpointsMissing: the run has saved checkpoints, but its folder has none.
   """
   if workdir is None:

@@ -169,8 +169,8 @@ def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
       arrays = saved_batch.select(loaded, readers, dtype=_dtype(flags))
       estimates.check(estimator, arrays)
       found = estimates.estimate(estimator, arrays)
-    # Some estimators need no values or no groups. So an error of one estimator
-    # does not end the command.
+    # A file may lack an array that only some estimators need. So an error of
+    # one estimator does not end the command.
     except ValueError:
       missing.append(name)
     else:
@@ -202,7 +202,11 @@ def _draw(flags: Any, page: str, *contents: Any) -> None:
 
 
 def _build(make: Callable[[Any], Any], options: _Options) -> Any:
-  """Returns the result of `make` for options; errors name the wrong flags."""
+  """Returns the result of `make` for the values of options.
+
+  Raises:
+    Misconfigured: `make` refuses a value; the message names its flag.
+  """
   subject, values, typed = options
   try:
     return make(values)

@@ -131,7 +131,7 @@ class Plan:
   @property
   def seconds(self) -> tuple[float, float]:
     """Returns the lower bound and the expected number of seconds of a step."""
-    sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # is it collecting?
+    sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # True: phases that collect
     for name, phase in self.phases.items():
       side = sides[name in roofline.COLLECTING]
       side[0] += phase.bound

@@ -52,8 +52,8 @@ def sweep_meshes(
   keeps its number of rows in a forward pass.
 
   Args:
-    config: the config of a run; its mesh may have one axis of -1. The axis
-      `expert` stays as it is, since few models have experts.
+    config: the config of a run. One axis of its mesh may have the size -1. The
+      axis `expert` keeps its size, since few models have experts.
     topology: the devices.
     planner: a function that returns the plan of a config.
 

@@ -244,7 +244,7 @@ def pack_json(value: Any) -> str:
 
 
 def rounded(value: float | None) -> float | None:
-  """Returns a value rounded to six digits; None if it is None or not finite."""
+  """Returns a value rounded to six digits; None for None, nan and infinity."""
   if value is None or not math.isfinite(value):
     return None
   return float(f'{value:.{_DIGITS}g}')

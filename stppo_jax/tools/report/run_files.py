@@ -116,7 +116,7 @@ def is_number(value: Any) -> bool:
   is_real = isinstance(value, int | float) and not isinstance(value, bool)
   try:
     return is_real and math.isfinite(value)
-  except OverflowError:  # a damaged line may have an integer of 400 digits
+  except OverflowError:  # an integer may be too large for a float
     return False
 
 
@@ -257,7 +257,7 @@ def _is_number_or_none(value: Any) -> bool:
 
 
 def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
-  """Returns `Run.recorded`; a message in `losses` says if it cannot be read."""
+  """Returns `Run.recorded`; adds a message to `losses` if it cannot be read."""
   path = folder / 'config.json'
   try:
     config = settings.flatten(json.loads(path.read_text('utf-8')))
