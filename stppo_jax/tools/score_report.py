@@ -34,7 +34,7 @@ class SetReport:
     intervals: the 95 % confidence interval of each mean in `scores`, by the
       name of the score; see `interval`.
     pass_at: for each k, the probability that at least one of k dialogues of a
-      question has a main score of 1. It is averaged over questions.
+      question has a main score of 1, averaged over questions.
     means: other means by name: the number of searches and of turns of a
       dialogue, and `answered`, the share of dialogues with an answer. If gold
       passages are known, there are also `recall`, the share of the gold

@@ -2,7 +2,8 @@
 
 The success of a step is the mean outcome reward of its sampled dialogues. The
 success is noisy. So the best value, the final value and a collapse are computed
-from the running mean over five steps, or over all steps if a run has fewer.
+from the running mean over five steps. If a run has fewer than five steps, the
+mean is over all of them.
 """
 
 from collections.abc import Sequence

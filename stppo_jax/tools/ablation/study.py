@@ -3,8 +3,8 @@
 A config file describes its studies in a function `studies()`, see
 docs/your_own_study.md. An arm is a config that is trained once for each seed.
 Every arm belongs to a group, and is compared with the other arms of the group.
-A start is a policy that `sft` trains once. The runs of all seeds of an arm then
-train from this policy.
+A start is a policy that `sft` trains once. If an arm names a start, the arm's
+runs train from this policy, whatever their seed.
 """
 
 from collections.abc import Mapping, Sequence

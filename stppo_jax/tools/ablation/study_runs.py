@@ -160,7 +160,7 @@ def _run_commands(plan: plan_lib.Plan, runs) -> Commands:
 def _add(
   commands: Commands, words: list[str], folder: pathlib.Path, state: str
 ) -> None:
-  """Adds a run to `commands`: its command, or the process that is making it.
+  """Adds a run's command to `commands`, or the process that makes the run.
 
   Nothing is added if a process of another host is making the run.
   """

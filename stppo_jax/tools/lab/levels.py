@@ -34,8 +34,10 @@ class Bounds(NamedTuple):
     level: the level of the ratios to which the bounds apply.
     low, high: the medians of the lower and the upper bound over the policy
       tokens; nan if the algorithm has no bounds.
-    below, above: the shares of the policy tokens whose ratio is below the lower
-      and above the upper bound; nan if the algorithm has no bounds.
+    below: the share of the policy tokens whose ratio is below the lower bound;
+      nan if the algorithm has no bounds.
+    above: the share of the policy tokens whose ratio is above the upper bound;
+      nan if the algorithm has no bounds.
   """
 
   level: str

@@ -1,11 +1,11 @@
 """Computes losses and advantages on a saved batch, and prints the results.
 
-Everything is computed on CPU. Every public function is a command of `lab`. It
-takes the flags of the command, and options. The options of an algorithm or an
-estimator are a tuple: the flag that names the algorithm or estimator, the
+Everything is computed on CPU. Every public function is a command of `lab`. Its
+arguments are the flags of the command, and options. The options of an algorithm
+or an estimator are a tuple: the flag that names the algorithm or estimator, the
 section of a config that describes it, and a mapping from keys of this section
-to the flags that have set them. A function raises `Misconfigured` for files and
-options that do not fit.
+to the flags that have set them. If a file or an option does not fit, the
+function raises `Misconfigured`.
 """
 
 from collections.abc import Callable, Mapping
@@ -87,7 +87,7 @@ def _own_advantages(
   algorithm: algorithm_lib.Algorithm,
   loaded: saved_batch.Arrays,
 ) -> np.ndarray:
-  """Returns the advantages by an algorithm's estimator on the loaded arrays."""
+  """Returns the advantages that an algorithm's estimator computes on arrays."""
   estimator: Any = algorithm.advantage
   required = estimates.required_arrays(estimator)
   is_penalized = algorithm.kl.where == 'reward'
@@ -159,7 +159,7 @@ def values(flags: Any, options: None) -> None:
 
 
 def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
-  """Returns the advantages by each estimator that can be computed on a file."""
+  """Returns the advantages of each estimator that can be computed on a file."""
   advantages, missing = {}, []
   for name in defaults.DEFAULTS['advantage']:
     estimator = estimates.build_estimator(defaults.choice('advantage', name))

@@ -10,10 +10,10 @@ of the fields of `batch.TokenBatch`, except for these arrays:
   kl_coefficient  a number: the KL penalty's coefficient at the collection
   oracle_*_BL     sampled values, see `continuations.as_arrays`
 
-Any program may write such a file, which needs only the arrays that a command
-reads. Array elements off the loss mask have no meaning and may be anything, but
-some estimators read values of observation tokens. Arrays with other names are
-ignored.
+Any program may write such a file. For a command, the file needs only the arrays
+that the command reads. Array elements off the loss mask have no meaning and may
+be anything, but some estimators read values of observation tokens. Arrays with
+other names are ignored.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -103,7 +103,7 @@ _NOT_IN_TOKEN_BATCH = (
 
 
 def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-  """Returns the arrays of a file whose names are in `ARRAY_KINDS`.
+  """Returns the arrays that a file has under the names of `ARRAY_KINDS`.
 
   If the file has `values_BL` but no `old_values_BL`, the result has `values_BL`
   under both names.
@@ -161,9 +161,9 @@ def select(
 ) -> dict[str, np.ndarray]:
   """Returns the arrays that a computation reads, checked and converted.
 
-  Masks become bool, ids int32, and real numbers `dtype`. Group and state ids
-  are renumbered, so a file may use any integers as these ids. Turn, sentence
-  and state ids off the loss mask become 0.
+  Masks are converted to bool, ids to int32, and real numbers to `dtype`. Group
+  and state ids are renumbered, so a file may use any integers as these ids.
+  Turn, sentence and state ids off the loss mask become 0.
 
   Args:
     arrays: the arrays of a batch file, see `load`.

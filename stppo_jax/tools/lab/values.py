@@ -84,9 +84,9 @@ class Correlations(NamedTuple):
     turns: the numbers of the turns that have sampled advantages.
     most: for each of these turns, the correlation that perfect advantages would
       have.
-    estimators: maps the name of an estimator to the correlation of its
-      advantages, for each of these turns; nan where its advantages or the
-      sampled advantages are all equal.
+    estimators: maps the name of an estimator to the correlations of its
+      advantages, one for each of these turns. A correlation is nan if the
+      advantages of the estimator, or the sampled advantages, are all equal.
   """
 
   turns: list[int]

@@ -50,7 +50,7 @@ class Array(NamedTuple):
 
   @property
   def size(self) -> int:
-    """Returns the bytes of the array."""
+    """Returns the number of bytes of the array."""
     digits = re.search(r'\d+', self.kind)
     bits = int(digits[0]) if digits else 8 * (self.kind == 'pred')
     return math.prod(self.dims) * bits // 8
@@ -84,7 +84,7 @@ class Instruction:
 
   @property
   def size(self) -> int:
-    """Returns the bytes of the result."""
+    """Returns the number of bytes of the result."""
     return sum(array.size for array in self.arrays)
 
   @property

@@ -162,7 +162,7 @@ def metrics(run: run_files.Run) -> dict[str, Any]:
 
 
 def _lines(run: run_files.Run) -> Mapping[str, Any]:
-  """Returns by key the config values that figures draw as horizontal lines."""
+  """Returns the config values that figures draw as horizontal lines, by key."""
   return {
     key: run.recorded[key]
     for key in panels.LINES.values()

@@ -154,7 +154,7 @@ def read(folder: str, place: str = '') -> Run:
     place: the address of the run, if the folder was downloaded from a bucket.
 
   Raises:
-    Misconfigured: `check` raises it, or the run has written no metrics yet.
+    Misconfigured: see `check`; or the run has written no metrics yet.
   """
   place = place or folder
   state = check(folder, place)
@@ -246,7 +246,7 @@ def _is_tokens(tokens: Any) -> bool:
 
 
 def _has(record: Any, kind: type, *names: str) -> bool:
-  """Returns whether a record is a dict with a value of `kind` at each name."""
+  """Returns whether a record is a dict with a value of `kind` for each name."""
   return isinstance(record, dict) and all(
     isinstance(record.get(name), kind) for name in names
   )
