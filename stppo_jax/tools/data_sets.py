@@ -71,7 +71,7 @@ def show(
   Args:
     root: the folder of the data sets; None if the user gave none.
     name: NAME or NAME:SPLIT of a data set, or a file of questions.
-    start: the number of the first question that is printed, from 0.
+    start: the number of the first question to print; numbers begin at 0.
     count: the largest number of questions that are printed.
   """
   questions = _questions(root, name)

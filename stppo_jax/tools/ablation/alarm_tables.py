@@ -125,7 +125,7 @@ def _folders(name: str) -> list[str]:
 
 
 def _of_run(run: run_files.Run, thresholds: Mapping[str, float]) -> Rings:
-  """Returns the `Rings` of a run whose alarms have the given thresholds."""
+  """Returns the `Rings` of a run, computed with the given thresholds."""
   steps: dict[str, list[float]] = {}
   counts: dict[str, int] = {}
   for line in run.lines:

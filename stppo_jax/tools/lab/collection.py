@@ -199,15 +199,15 @@ def _sampled_values(
 
 
 def _with_start(config, workdir):
-  """Returns a run's config, with the weights that the run starts from.
+  """Returns a run's config, which names the weights that the run starts from.
 
   If the run makes these weights itself, their directory is the `model.path` of
   the returned config. Otherwise the config is returned unchanged.
 
   Raises:
-    Misconfigured: `workdir` is not the folder of a run of `train`; the run has
-      not made its weights yet; or it makes its weights and `workdir` is None.
-    CheckpointsMissing: the run has saved checkpoints, but its folder has none.
+    Misconfigured: `workdir` is not the folder of a run of `train`; or the run
+      makes these weights, and has not made them yet or `workdir` is None.
+    CheckpointsMissing: the run has begun, but its checkpoints are missing.
   """
   if workdir is None:
     if run_record.makes_start(config):

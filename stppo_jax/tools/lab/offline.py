@@ -87,7 +87,7 @@ def _own_advantages(
   algorithm: algorithm_lib.Algorithm,
   loaded: saved_batch.Arrays,
 ) -> np.ndarray:
-  """Returns the advantages that an algorithm's estimator computes on arrays."""
+  """Returns the advantages by an algorithm's estimator on the loaded arrays."""
   estimator: Any = algorithm.advantage
   required = estimates.required_arrays(estimator)
   is_penalized = algorithm.kl.where == 'reward'

@@ -124,9 +124,9 @@ def operations(program: hlo.Program) -> int:
   """Returns the multiplications and additions of all matrix products.
 
   A kernel that the compiler did not make counts with the operations that it
-  declares, or as 0 if it declares none. The kernels that multiply tokens by the
-  weights of experts declare operations, and so does the kernel with which a TPU
-  reads a KV cache. Other attention kernels declare none.
+  declares, or as 0 if it declares none. The kernels for the matrix products of
+  experts declare operations, and so does the kernel with which a TPU reads a KV
+  cache. Other attention kernels declare none.
   """
   return sum(line.times * _operations(line) for line in program.instructions)
 
