@@ -1,4 +1,4 @@
-"""The device side of a run: shardings, and the jitted annotate and update."""
+"""The learner of a run: its shardings, and its jitted annotate and update."""
 
 import dataclasses
 from typing import Any
@@ -139,7 +139,7 @@ class Learner:
     )
 
   def reference(self, path: str | None = None) -> functional.Params | None:
-    """Returns the reference, see `weights.load_reference` and `start`."""
+    """Loads the reference: see `weights.load_reference`, and `start` for `path`."""
     path = self.config.model.path if path is None else path
     params = weights_lib.load_reference(self.config, path, self.policy)
     return memory.on_host(params) if self._reference_on_host else params
@@ -254,8 +254,8 @@ class Learner:
   ) -> packing_lib.Packed:
     """Packs some rows of a batch within `sizes`, by default `self.sizes`.
 
-    A device program gives all hosts the lengths of all rows. A second call
-    would wait for the updates in progress, so the batch's lengths are kept.
+    A device program gives all hosts the lengths of all rows. The lengths are
+    kept for the batch: a second call would wait for the updates in progress.
     """
     # The reference to the batch is weak, so that the arrays of a step are freed
     # before the arrays of the next step are made.
@@ -300,7 +300,7 @@ class Learner:
       hosts: the hosts of the run; all of them call this function.
 
     Returns:
-      numpy arrays of the wanted rows or more; None if the config wants no rows.
+      numpy arrays of at least the wanted rows; None if the config wants none.
     """
     writer = self.config.writer
     count = min(writer.token_details, writer.trajectories)

@@ -39,8 +39,8 @@ def minibatch_rows(
     count: the number of minibatches, from as many epochs as necessary.
     seed: the run's seed.
     step: the training step.
-    shuffle: whether the rows are permuted in every epoch, or else keep the
-      order of the batch.
+    shuffle: whether the rows are permuted in every epoch. If False, they keep
+      the order of the batch.
 
   Returns:
     For each minibatch an int32 array of `size` row numbers.

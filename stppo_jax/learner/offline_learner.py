@@ -1,4 +1,4 @@
-"""Makes the state of a policy, and updates it on rows that were not sampled."""
+"""Trains a policy on rows that are not sampled during the run."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from stppo_jax.parallel import sharding
 
 
 class OfflineLearner:
-  """Makes the state of a policy and updates it on demonstrations or pairs.
+  """Trains a policy on demonstrations or on pairs of trajectories.
 
   Args:
     config: the config of a run.

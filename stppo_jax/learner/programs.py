@@ -67,7 +67,7 @@ class Programs(NamedTuple):
   Attributes:
     updating: the programs that every kind of training has.
     update_minibatch: runs `Updating.update` on states that contain frozen
-      weights, see `keeping_frozen`. On a CPU it may be one program per core.
+      weights, see `keeping_frozen`. On a CPU it may run `cpu_parallel.Updater`.
     update_values: runs the same update for the value model alone, which must
       not be the value head of the policy.
     annotate, mean_logprobs: see the module `annotate`.

@@ -114,7 +114,8 @@ def update(
   `update/skipped`.
 
   Args:
-    state: the state before the update, without its frozen weights; donate it.
+    state: the state before the update, without its frozen weights; the caller
+      donates it.
     frozen: the base under adapters; {} without adapters.
     minibatch: the rows.
     hyperparameters: runtime inputs.

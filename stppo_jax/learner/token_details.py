@@ -30,7 +30,7 @@ Array = jax.Array
 def choose_rows(
   num_rows: int, count: int, *, num_hosts: int, num_devices: int
 ) -> np.ndarray:
-  """Returns the first rows of each host, and as many more as devices need.
+  """Chooses the first rows of each host, which all devices share equally.
 
   Args:
     num_rows: the number of rows of the batch, which holds the rows of one host

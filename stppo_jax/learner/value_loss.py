@@ -107,8 +107,9 @@ class Warmup:
   def observe(self, step: int, explained: float) -> bool:
     """Records an explained variance; returns whether the warm-up ends early.
 
-    Call this once in each step before `end`, in order. If it returns True, the
-    policy already learns in this step.
+    Call this once in each step that comes before step `end`, in the order of
+    the steps; a later call records nothing. If the result is True, the policy
+    already learns in this step.
 
     Args:
       step: the training step, whose updates have not been made.

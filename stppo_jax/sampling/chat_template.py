@@ -143,7 +143,8 @@ class Prompts:
     for message in messages:
       if without_space(message['content']) not in without_space(text):
         raise ValueError(
-          f'the chat template leaves out what the {message["role"]} says'
+          f'the chat template leaves out the text of the {message["role"]} '
+          'message'
         )
     return text
 

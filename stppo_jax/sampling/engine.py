@@ -79,7 +79,7 @@ class Engine:
     drivers = [
       make_driver(self._programs, options) for _ in range(options.lanes)
     ]
-    self._driver = drivers[0]  # an engine that spans hosts has only this one
+    self._driver = drivers[0]  # an engine that spans hosts has only one driver
     self._lanes = [
       lane_lib.Lane(driver, options, self._turn_weights) for driver in drivers
     ]
@@ -262,7 +262,7 @@ class Engine:
     done, _ = concurrent.futures.wait(
       lanes, return_when=concurrent.futures.FIRST_COMPLETED
     )
-    for future, lane in lanes.items():  # in a fixed order
+    for future, lane in lanes.items():  # in the order of the lanes
       if future in done:
         ended |= lane.collect_done()
     return ended
@@ -322,7 +322,7 @@ class Engine:
     return [row for row in self._queue if row.is_due(weights)]
 
   def _start_wave(self) -> None:
-    """Fills all slots from the queue: each group goes to the next lane."""
+    """Fills the slots from the queue; the lanes get a group each, in turn."""
     first = self._queue[0].group
     while self._queue:
       group = self._queue[0].group - first

@@ -126,7 +126,7 @@ class Lane:
 
   @property
   def busy(self) -> bool:
-    """Whether a turn can end before the caller resumes or closes a row."""
+    """Whether polls alone can end a turn of this lane."""
     if any(self._fits(row, len(ids)) for row, ids in self._to_append):
       return True
     rows = self._generating.values()

@@ -176,12 +176,12 @@ class PagePool:
   def emptied(self, row: Row, token_ids: np.ndarray) -> np.ndarray:
     """Empties a row, and returns the tokens to append to it.
 
-    They are all tokens that the row had, followed by `token_ids`.
+    The result has all tokens that the row had, followed by `token_ids`.
     """
     self.release(row)
     token_ids = np.concatenate([*row.written, token_ids])
     # Other rows can no longer copy the prompt of this row: a copy would begin
-    # with its hidden state, which is overwritten when the tokens are appended.
+    # with the hidden state of the prompt, which the append overwrites.
     row.length, row.written, row.prompt_version = 0, [], None
     return token_ids
 

@@ -56,9 +56,9 @@ class SliceDriver(slot_driver.SlotDriver):
     self, call: slot_calls.Call, function: Callable[[slot_calls.Call], Any]
   ) -> Any:
     # This host may take part in many programs of other hosts before its own
-    # program comes first in `_ORDER`. Each of these programs advances the host
-    # that needs it. In the end each of these hosts needs a later program, too,
-    # or waits, so the loop ends.
+    # program comes first in `_ORDER`. Each of these programs advances the hosts
+    # that need it. In the end no other host needs a program that comes earlier
+    # than the program of this host, so the loop ends.
     while True:
       with self._agreed(call) as calls:
         merged = _merged(calls)

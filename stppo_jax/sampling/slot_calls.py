@@ -64,8 +64,8 @@ class Call(NamedTuple):
   """Describes a call of a program.
 
   Attributes:
-    program: the name of the program. A host that needs no program gives its
-      state instead, see `slice_driver`.
+    program: the name of the program. For a host that needs no program, it is
+      'waits' or 'done', see `slice_driver`.
     size: the number of slots of each device that the program runs on; 0 if no
       program runs.
     num_pages: the number of pages that are read, see `slot_programs`.

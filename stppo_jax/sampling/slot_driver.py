@@ -87,8 +87,8 @@ class SlotDriver:
     is_wave = self._waves and all(not x.length for x in appends.values())
     compacts = self.compacts or (is_wave and not self.joins)
     for chunk, first in self._chunks(appends):
-      # Every slot of a batch reads as many pages as the longest slot of the
-      # batch has begun, so slots of similar lengths form a batch.
+      # For every slot of a batch, the program reads as many pages as the
+      # longest slot of the batch fills. So a batch has slots of similar lengths.
       by_length = sorted(chunk, key=lambda slot: chunk[slot].length)
       for batch in self._batches(by_length):
         batch_appends = {slot: chunk[slot] for slot in batch}
@@ -315,7 +315,7 @@ class SlotDriver:
     slots: Iterable[slot_calls.Append | slot_calls.Decode],
     appended: int = 0,
   ) -> int:
-    """Returns the number of pages that the tokens of the longest slot need."""
+    """Returns the number of pages to read, enough for the longest slot."""
     longest = max(slot.length + appended for slot in slots)
     number = -(-longest // self._programs.page_size)
     if self._programs.takes_any_number or number < 2:

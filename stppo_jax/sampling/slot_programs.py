@@ -325,7 +325,10 @@ def _stored(cache, recent, table_AN, lengths_A, counts_A, hidden_AD, *, mesh):
 
 
 def _last(hidden_ACD, counts_A, otherwise_AD):
-  """Returns the hidden state of a slot's last new token, or `otherwise_AD`."""
+  """Returns the hidden state of the last new token of each slot.
+
+  A slot without a new token gets its row of `otherwise_AD`.
+  """
   last_A = jnp.maximum(counts_A - 1, 0)
   last_A1D = jnp.take_along_axis(hidden_ACD, last_A[:, None, None], axis=1)
   return jnp.where(counts_A[:, None] > 0, last_A1D[:, 0], otherwise_AD)

@@ -165,8 +165,9 @@ class Tokenizer:
     The literal of an added token is the text that spells it. A gap character is
     inserted after the first character of each literal that is found. No literal
     contains the gap character, so an insertion makes no new literal. A literal
-    that overlapped with a changed one may remain, and the next round finds it.
-    A literal of one character is replaced by the gap character.
+    of one character is replaced by the gap character. The text is searched
+    again after these changes, because a literal that overlapped with a changed
+    literal may remain.
 
     Raises:
       ValueError: if every possible gap character is in some literal.

@@ -196,7 +196,7 @@ def describe(name: str, metrics: Metrics) -> str:
 
 
 def recorded(metrics: Metrics) -> list[str]:
-  """Returns a line for each alarm that rang, from a step's recorded metrics."""
+  """Returns a line for each alarm that rang in the step with these metrics."""
   return [
     f'alarm {describe(name, metrics)}'
     for name in ALARMS

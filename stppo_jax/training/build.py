@@ -194,7 +194,7 @@ def pack_step(
 def _notes(
   config, found: components_lib.Components, hosts: hosts_lib.Hosts
 ) -> Iterator[str]:
-  """Yields lines about unusable data, devices, slots and end tokens."""
+  """Yields lines about questions, devices, slots and end tokens."""
   yield from (f'note: {line}' for line in found.notes)
   ahead, learning = config.rollout.steps_ahead, found.learner.mesh.size
   num_hosts = hosts.count
@@ -203,7 +203,7 @@ def _notes(
       f'note: mesh.collectors={hosts.collectors}: {num_hosts} of '
       f'{hosts.whole.count} hosts learn'
     )
-    num_hosts = hosts.collectors  # only these hosts decode and have slots
+    num_hosts = hosts.collectors  # only hosts that collect have slots
   elif placement := collecting.apart(found):
     others = len(placement.collecting)
     yield (

@@ -142,8 +142,8 @@ def newest(
   Args:
     checkpointer: the checkpoints of a run.
     learner: the learner of the run.
-    start: the state before the first step; the restored state takes its frozen
-      weights, which are not saved.
+    start: the state before the first step. The restored state gets the frozen
+      weights of `start`, because checkpoints do not contain frozen weights.
 
   Returns:
     (number of steps done, state, JSON record).
@@ -237,7 +237,7 @@ def read_policy(
       `mesh_for_width`.
 
   Raises:
-    Misconfigured: there is no such checkpoint.
+    Misconfigured: the run has no checkpoint of this step, or none at all.
     Exceptions with an `exit_code`, see `loop.train`.
   """
   with exits.as_misconfigured():
@@ -273,14 +273,14 @@ def mesh_for_width(hidden_size: int) -> jax.sharding.Mesh:
 
 
 def _base_record(frozen: functional.Params) -> dict[str, Any]:
-  """Returns a record with the fingerprints of frozen weights; {} if none."""
+  """Returns the fingerprints of frozen weights as a record; {} without any."""
   return {_BASE: _fingerprints(frozen)} if frozen else {}
 
 
 def _check_base(
   step: int, host: dict[str, Any], frozen: functional.Params
 ) -> None:
-  """Raises `OtherBase` if the step was trained with other frozen weights."""
+  """Raises `OtherBase` if a step was not trained with these frozen weights."""
   if frozen and host[_BASE] != _fingerprints(frozen):
     raise OtherBase(
       f'step {step} was trained with other weights under the adapters: '

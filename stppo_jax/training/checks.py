@@ -236,12 +236,13 @@ def sized(
   placement: publish_lib.Placement | None,
   limit: float | None,
 ) -> Any:
-  """Returns the config, with chosen slots if `rollout.slots` is 0.
+  """Returns the config; chooses the number of slots if `rollout.slots` is 0.
 
   The trajectories that a host collects in a step are divided into waves of
   equal size, and each wave fills the slots. The number of waves is the smallest
   for which the slots fit in memory. If even the smallest possible number of
-  slots does not fit, that number is chosen all the same.
+  slots does not fit, that number is chosen all the same. If `placement` or
+  `limit` is None, nothing is chosen.
 
   Args:
     config: the config of a run that fits its files and devices.
@@ -297,7 +298,7 @@ def held_memory(
   if config.model.reference_memory == 'device':
     sizes['reference'] = size_of(reference)
   ahead = config.rollout.steps_ahead
-  if ahead:  # the policies of the last `ahead` steps, and the newest one
+  if ahead:  # the policies of the last `ahead` steps, and the newest policy
     policies = (ahead + 1) * sizes['policy parameters']
     sizes['policies of the next steps'] = policies
   # If other hosts only collect, a device that learns also holds a copy of the
@@ -367,8 +368,8 @@ class SkippedUpdates:
 
     Raises:
       Diverged: `limit` updates in a row were skipped. The message names the
-        step, the last skipped update, and that update's gradient norms,
-        learning rate and metrics that are not finite.
+        step and the last skipped update. It gives the gradient norms and the
+        learning rate of this update, and all its metrics that are not finite.
     """
     # The metrics of all updates are fetched in one transfer.
     for number, metrics in enumerate(jax.device_get(updates), start=1):

@@ -5,7 +5,7 @@
       folder.record()              # from here on the folder belongs to the run
 
 The folder of another run is refused at once. Before `record`, only the lock is
-written to the folder, and also the heartbeat if the run is being resumed.
+written to the folder and, if the run is being resumed, the heartbeat.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,8 +44,8 @@ class Folder:
     path: the folder. For a run in a bucket, it is a folder of this machine that
       stands for the folder in the bucket.
     config: the values that define the run, as a nested mapping.
-    hosts: the hosts with the same task as this host: they learn, or they only
-      collect for hosts that learn.
+    hosts: the hosts with the task of this host: either all hosts that learn, or
+      all hosts that only collect.
     interrupt: notices signals.
     lock: the lock of the folder, or its lease if the run is in a bucket; None
       if another host of the run holds the lock.
@@ -56,7 +56,8 @@ class Folder:
     bucket: the folder in a bucket that `path` stands for; None if the run is
       not in a bucket.
     watch: writes the heartbeat and watches phases, see `run_monitor.Watch`.
-    outer: for a folder that `inside` yields, the folder around it.
+    outer: the folder around this folder if `inside` has made this folder; None
+      for the folder of a whole run.
     exit_code: the exit code of the process: 0, or the exit code of the signal
       that has ended the run.
   """
@@ -196,8 +197,8 @@ class Folder:
       config: the config of the inner run.
       **also: further values that define the inner run, such as its command.
     """
-    # The inner run sets both attributes for itself. They are restored when the
-    # inner run has ended, because a signal must then end the outer run.
+    # The inner run sets `force_exit` and `outlook` for itself. At its end, both
+    # are restored, because a signal must then end the outer run.
     force_exit, outlook = self.interrupt.force_exit, self.interrupt.outlook
     with contextlib.ExitStack() as stack:
       yield dataclasses.replace(
@@ -352,7 +353,7 @@ def _standing_for(address: str) -> Iterator[pathlib.Path]:
 
 
 def tell_before_first(unit: str) -> None:
-  """Logs that a run was interrupted before its first step or update."""
+  """Logs that a signal came before the first step or update of this start."""
   # There is nothing to save: each file that this start has written is complete,
   # or the next start writes it again.
   _log.info(

@@ -218,7 +218,7 @@ def build_collectors(
 def apart(
   found: components_lib.Components,
 ) -> publish_lib.Placement | None:
-  """Returns the placement if separate devices collect; otherwise None."""
+  """Returns the placement if its devices do not learn; otherwise None."""
   placement = found.placement
   return placement if placement and placement.collecting else None
 
@@ -234,8 +234,8 @@ def _build_prefetcher(
 ) -> prefetch.Prefetcher:
   """Builds the prefetcher of a host that collects.
 
-  If the services have a `StoppableLoop`, steps are collected on other threads.
-  If `shared` is given, several of these threads share the engine.
+  If the services have a `StoppableLoop`, steps are collected on another thread.
+  If `shared` is given, too, several such threads collect, and share the engine.
   """
   loop, learner, placement = services.loop, found.learner, apart(found)
   copy_policy = learner.copy_policy

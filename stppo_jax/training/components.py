@@ -2,8 +2,8 @@
 
 `Components` need no weights and no server. They are built before the run is
 recorded and before the run waits for a server, so that every error in a config,
-its files or the devices is reported at once. `Services` are the environment, an
-event loop, and the client of a retriever that answers.
+its files or the devices is reported at once. `Services` are the questions, the
+environment, an event loop and, if one is needed, the client of a retriever.
 
 Builders read the keys of the config, and pass the values of the keys on. So
 packages such as `models`, `sampling` and `retrieval` do not read the config.
@@ -174,9 +174,9 @@ def build_placement(
       programs; this machine need not have them.
     host: the number of the host that decodes. None stands for this process, or
       for the host of the last device if `devices` is given.
-    hosts: see `build`. In a plan with hosts that only collect, all `devices`
-      learn, and the devices of the last host also stand for the devices of a
-      host that collects.
+    hosts: see `build`. In a plan with hosts that only collect, `devices` has
+      only the devices that learn. The devices of the last host then also stand
+      for the devices of a host that collects.
 
   Raises:
     ValueError: rollout.tensor does not divide the devices or the model.
@@ -266,7 +266,9 @@ _CHARS_PER_TOKEN = 32
 def _connected(
   config, questions: questions_lib.Questions, loop: event_loop.EventLoop
 ) -> Iterator[client.HttpRetriever]:
-  """Yields a client of a retriever, which is embedded if no URL is set.
+  """Yields a client of a retriever that is ready for queries.
+
+  If the config has no URL of a retriever, the retriever runs in this process.
 
   Raises:
     ValueError, OSError: passages cannot be read.

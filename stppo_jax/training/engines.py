@@ -144,9 +144,9 @@ def exported(
     dtype: the dtype of the computation, which the copies have.
 
   Returns:
-    The copies of the trained weights without the value head, and of the frozen
-    weights; {} in place of frozen weights if `with_base` is False. The copies
-    have the sharding of the originals.
+    A copy of the trained weights without the value head, and a copy of the
+    frozen weights, which is {} if `with_base` is False. The copies have the
+    sharding of the originals.
   """
   trained = _copied(decoded_weights(params.trained.policy), dtype)
   return trained, _copied(params.frozen, dtype) if with_base else {}
@@ -256,8 +256,8 @@ def sizes(
   Returns:
     The bytes of the engine's arrays by name, and the bytes of keys and values
     that a call of decode copies. The arrays are the weights in the dtype of the
-    computation, the KV cache, and perhaps older weights, for turns that began
-    with these weights and have not ended.
+    computation, and the KV cache. With `rollout.turn_swaps`, there may also be
+    older weights, for turns that began with these weights and have not ended.
   """
   # Only shapes are evaluated: nothing is allocated or compiled.
   weights = jax.eval_shape(

@@ -57,7 +57,8 @@ def train(
   with claim.claimed(
     config, workdir, restart=restart, hosts=hosts
   ) as folder:  # `folder` has the lock; the run is not recorded yet
-    # If some hosts only collect, these are the hosts with this host's task.
+    # If some hosts only collect, `hosts` has only the hosts with the same task
+    # as this host.
     hosts = folder.hosts
     # If the run makes its start, `start.config` has the start's model shape,
     # and `loaded.config` has the start's directory as `model.path`.

@@ -84,9 +84,9 @@ def totals(
   Args:
     hosts: the hosts that learn; all of them call this function.
     packed: this host's rows, as numpy arrays.
-    seconds: durations of collections. If this host collects, its own duration.
-      If other hosts collect, the first host passes the durations of all hosts
-      that collect, and the other hosts pass none.
+    seconds: durations of collections. If this host collects, it passes the
+      duration of its collection. If other hosts collect, the first host passes
+      the durations of all hosts that collect, and the other hosts pass none.
     models: policy and value model.
   """
   lengths = packed.lengths_B.tolist()
@@ -264,7 +264,7 @@ class StepMetrics:
 
 
 def _of_both(operations, models, lengths, losses) -> tuple[float, float]:
-  """Returns the operations of the policy, and of the value model.
+  """Returns the result of `operations` for the policy and the value model.
 
   If `models.value` is None, there is no value model with a backbone of its own.
   The second number then means nothing, and the caller must not use it.
@@ -320,7 +320,7 @@ def work(
   length: int,
   losses: int,
 ) -> roofline.Work:
-  """Returns the sizes of a step, from which `roofline` computes bytes.
+  """Returns the sizes of a step for the formulas of `roofline`.
 
   Args:
     config: the config of the run.

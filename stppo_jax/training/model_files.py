@@ -383,7 +383,7 @@ def export_adapters(
 def _save_rest(
   config, tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path
 ) -> None:
-  """Adds the tokenizer to an export, and the file that marks the export."""
+  """Adds the tokenizer to an export, and marks the folder as an export."""
   home = hub.local_folder(config.model.tokenizer_path or config.model.path)
   if home.name and (home / 'tokenizer.json').is_file():
     export_lib.copy_tokenizer(home, folder)

@@ -47,8 +47,8 @@ def prefer(
 
   The policy starts from `model.path`, or from random weights if `model.path` is
   empty. The reference is read from `model.reference_path`. If that key is
-  empty, the reference is the start of the policy. The policy is exported to
-  `workdir/policy`.
+  empty, the reference has the weights that the policy starts from. The policy
+  is exported to `workdir/policy`.
 
   Args:
     config: the config of the run; most options are in its section `preference`.

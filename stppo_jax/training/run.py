@@ -197,8 +197,8 @@ class Run:
     """Runs updates, which donate the state of the last finished step.
 
     From here to `finish_step` there is no state to save, so the main thread
-    only notes a signal. If a signal came before, a single host ends here, and
-    several hosts end at their next vote.
+    only notes a signal. If a signal came before, a run of one host ends here,
+    and a run of several hosts ends at their next vote.
     """
     if self.folder.hosts.is_alone:
       with self.folder.interrupt.interruptible():

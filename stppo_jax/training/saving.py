@@ -1,8 +1,8 @@
 """Saves the states of a run as checkpoints.
 
 A line is logged if the disk has no room for the next checkpoint. Threads write
-a checkpoint while the loop goes on. If writing fails, the next finished step
-raises the error, and earlier checkpoints are intact.
+a checkpoint while the loop goes on. If writing fails, the error is raised when
+the next step is finished, and earlier checkpoints are intact.
 """
 
 import dataclasses
@@ -135,7 +135,7 @@ class Saver:
     self._restored, state, record = restored
     extra = Extra.of_record(record)
     if extra.unwritten is not None and not self._hosts.is_first:
-      # The dialogues in the checkpoint are those that the first host writes.
+      # The checkpoint contains only the dialogues that the first host writes.
       extra.unwritten = extra.unwritten[0], []
     return LastStep(self, unit, self._restored, state, extra)
 

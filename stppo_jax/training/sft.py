@@ -177,8 +177,8 @@ def _packed(
   The environment of the run answers the demonstrated turns.
 
   A turn with more than env.max_turn_tokens tokens would be cut off, and the
-  policy must not imitate that. So a dialogue with such a turn is replaced by
-  another dialogue of the batch.
+  policy must not imitate such a turn. So dialogues with such a turn are left
+  out, and other dialogues of the step are repeated to fill the batch.
 
   Raises:
     Misconfigured: every dialogue has such a turn.
@@ -194,7 +194,7 @@ def _packed(
     raise exits.Misconfigured(
       f'env.max_turn_tokens={room}: every demonstration has a longer turn'
     )
-  # Dialogues are replaced before the hosts divide the batch among them, so that
+  # Dialogues are repeated before the hosts divide the batch among them, so that
   # all hosts choose the same dialogues.
   chosen = [fitting[n % len(fitting)] for n in range(len(encoded))]
   chosen = chosen[hosts.share(len(chosen))]

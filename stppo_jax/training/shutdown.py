@@ -129,9 +129,11 @@ def _force_exit(
   """Prepares the end of a process whose main thread does not end in time.
 
   The main thread may be compiling, for example, which nothing can interrupt.
-  Another thread calls this function. If the last step is not saved yet, the
-  function saves it; without a save, the process may not end. There is one
-  exception: a process that is about to be killed in the middle of updates.
+  Another thread calls this function. The process may end once the last step is
+  saved. This function saves the step, unless the main thread has donated the
+  state to updates, or may donate it now. Without this save, the process may end
+  only in the middle of updates, if the system is about to kill it. One of
+  several hosts may never end here.
 
   Args:
     last: the last finished step.

@@ -38,10 +38,10 @@ _LIMIT = 900.0
 
 
 def try_here(config) -> str:
-  """Returns why programs for this host alone do not compile; '' if they do.
+  """Returns why programs for this host alone do not compile.
 
-  The result is also '' if no trial is needed: on other devices than TPUs, and
-  for configs with which the hosts must decode alone.
+  The result is '' if they compile. It is also '' if no trial is needed: on
+  other devices than TPUs, and for configs with which hosts must decode alone.
   """
   devices = jax.devices()
   decodes_alone = config.rollout.engine != 'local' or any(
@@ -96,9 +96,9 @@ def try_host(
   Args:
     config: the config of a run.
     name: the name of the slice, see `topology.find`.
-    place: the coordinates of a chip of the host. They identify the host. The
-      host's number does not, because its number in the run may differ from its
-      number in the topology.
+    place: the coordinates of a chip of the host, which identify the host. The
+      number of the host in the run would not identify it, because the number
+      of the same host in the topology may differ.
     limit: the seconds that the trial may take.
 
   Raises:
@@ -135,8 +135,8 @@ def try_host(
 def _try(connection, config, name: str, place: tuple[int, ...]) -> None:
   """Runs the trial in the child process, and sends its result.
 
-  The result is a pair: the reason why the programs do not compile, and the line
-  of an unexpected error. Each is '' if there is none.
+  The result is a pair: the reason why the programs do not compile, and a line
+  about an unexpected error. Without a reason or an error, its element is ''.
   """
   jax.config.update('jax_platforms', 'cpu')
   # Standard error is dropped, because the compiler prints much to it before it

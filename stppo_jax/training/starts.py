@@ -277,7 +277,10 @@ def _with_value(
       restored = None
     reads.close()
   if restored is None:
-    note = '; it has no value model that fits, so ours starts from the policy'
+    note = (
+      '; that run has no value model that fits, so the value model starts from '
+      'the policy'
+    )
     return state, note
   value = dataclasses.replace(state.value, params=restored[1])
   return dataclasses.replace(state, value=value), ''

@@ -85,5 +85,5 @@ def test_a_system_text_must_be_written(tmp_path):
   options = {'template': template, 'system': 'Be brief.'}
   text, _ = _prompt(tmp_path, 'Qwen3', **options)
   assert text == 'Be brief.hm'
-  with pytest.raises(ValueError, match='leaves out what the system says'):
+  with pytest.raises(ValueError, match='leaves out the text of the system '):
     _prompt(tmp_path, 'Qwen3', given=_TOOLS, **options)

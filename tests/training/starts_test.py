@@ -88,7 +88,10 @@ def _make(workdir, finished, name='start/policy'):
 
 
 def test_a_value_model_that_is_not_there_is_said(tmp_path, finished):
-  note = '; it has no value model that fits, so ours starts from the policy'
+  note = (
+    '; that run has no value model that fits, so the value model starts from '
+    'the policy'
+  )
   loaded, _ = _load(tmp_path)
   assert note not in loaded.name
   made = _make(tmp_path, finished)
@@ -115,7 +118,7 @@ def test_a_value_model_that_does_not_fit_is_said(theirs, tmp_path, capsys):
   capsys.readouterr()
   changes['init_from'] = tmp_path / 'theirs'
   assert runs.train(tmp_path / 'ours', **changes) == 0
-  said = 'it has no value model that fits, so ours starts from the policy'
+  said = 'no value model that fits, so the value model starts from the policy'
   assert said in capsys.readouterr().out
 
 

@@ -168,15 +168,15 @@ _REFUSED = {
     "{{ raise_exception('no') }}", line='fails (TemplateError: no)'
   ),
   'a template that escapes': _template(_SANDBOX, line='fails (SecurityError: '),
-  'leaves the user out': _template('hello', line='leaves out what the user '),
+  'leaves the user out': _template('hello', line='leaves out the text of the '),
   'changes the user': _template(
     f'{_TURNS}{{{{ m.content | upper }}}}{{% endfor %}}',
-    line='leaves out what the user says',
+    line='leaves out the text of the user message',
   ),
   'takes parts': _template(
     f'{_TURNS}{{% for x in m.content %}}{{{{ x.text }}}}{{% endfor %}}'
     '{% endfor %}',
-    line='leaves out what the user says',
+    line='leaves out the text of the user message',
   ),
   'no default template': _template(_only('rag', 'tool_use'), line='fails ('),
   'lacks a system text': _template(_NEEDS_SYSTEM, line='Error: no system)'),

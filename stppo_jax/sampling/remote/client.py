@@ -131,7 +131,7 @@ class EngineClient:
 
 
 def _is_final(failure: http_client.Failure) -> bool:
-  """Returns whether another attempt would fail in the same way."""
+  """Returns whether a request with this failure would fail again."""
   if failure.cause is http_client.Cause.STATUS:
     return failure.status < 500 and failure.status not in _OVERLOADED
   return failure.cause is http_client.Cause.TOO_LARGE

@@ -125,7 +125,9 @@ def read_version(reply: bytes) -> str | None:
 def check_success(reply: bytes) -> None:
   """Raises ValueError if the reply says that an update failed."""
   if reply and _fields(reply).get('success') is False:
-    raise ValueError(f'refused: {reply[:200].decode("utf-8", "replace")}')
+    raise ValueError(
+      f'the server refused the update: {reply[:200].decode("utf-8", "replace")}'
+    )
 
 
 def seed_of(key_data: np.ndarray, position: int) -> int:

@@ -191,7 +191,7 @@ class RemoteEngine:
 
   @property
   def busy(self) -> bool:
-    """Whether a turn is at the server, or waits to be sent there."""
+    """Whether the request for a turn is at the server, or waits to be sent."""
     return bool(self._in_flight or self._waiting)
 
   def remaining(self, row: int) -> int:
@@ -340,7 +340,10 @@ class RemoteEngine:
     )
 
   def _find_stop(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-    """Returns the number of tokens up to a stop, and whether a stop exists."""
+    """Returns the number of tokens up to a stop, and whether a stop exists.
+
+    Without a stop, the number is the number of all tokens.
+    """
     state = stops.StopAutomaton.START
     for n, token_id in enumerate(token_ids):
       if not 0 <= token_id < self._transitions.shape[1]:

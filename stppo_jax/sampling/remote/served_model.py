@@ -116,12 +116,12 @@ class ServedModel:
     )
 
   async def set_weights(self, folder: pathlib.Path, label: str) -> None:
-    """Waits for the server, and makes it load weights that it does not hold.
+    """Waits for the server, which then loads weights unless it has their label.
 
-    The server is asked for the label of its weights before it loads any,
-    because another engine that shares the server may have replaced them, or the
-    server may have lost them in a restart. It is asked again after loading,
-    because another run may replace the weights at any time.
+    Before it loads weights, the server is asked for the label of its weights:
+    another engine that shares the server may have replaced the weights of this
+    run, or a restart may have dropped them. After loading, the server is asked
+    again, because another run may replace the weights at any time.
 
     Args:
       folder: a folder that `export.export` wrote, which the server can read.
