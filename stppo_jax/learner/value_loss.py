@@ -48,7 +48,7 @@ def context_of(
   spec: step_lib.Spec,
 ) -> policy_loss.Context:
   """Returns the data of the minibatch that the loss of a microbatch reads."""
-  del params, microbatches  # only minibatch statistics would need them
+  del params, microbatches  # only minibatch statistics need these arguments
   return policy_loss.join_context(minibatch, inputs, None, spec=spec)
 
 

@@ -149,7 +149,7 @@ def _takes_any_number(
   On a CPU the program decides for each page whether to read it, because
   branches are cheap there and compiling is slow. An attention kernel reads only
   the pages in use, whatever their number. In all other cases, each number of
-  pages is compiled as a program of its own.
+  pages needs a compiled program of its own.
   """
   cpu = mesh_lib.platform(mesh) == 'cpu'
   return cpu or cached_pass.reads_live(model.config, page_size)

@@ -189,8 +189,8 @@ class Lane:
     try:
       future.set_result(function(*args))
     except Exception as error:
-      # `collect_done` raises the error later, as with a thread, and `begin`
-      # resets the slots.
+      # As if a thread had called the function, `collect_done` raises the error
+      # later, and `begin` resets the slots.
       future.set_exception(error)
     return future
 

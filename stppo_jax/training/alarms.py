@@ -265,8 +265,8 @@ class Alarms:
   def check(self, step: int) -> None:
     """Logs alarms that have begun or ended; raises if an alarm ends the run.
 
-    Call this after `Run.finish_step`. Then the end of the run still saves the
-    step if this method raises.
+    Call this after `Run.finish_step`. If this method then raises, the end of
+    the run still saves the step.
 
     Args:
       step: the number of steps that are done.
@@ -285,7 +285,7 @@ class Alarms:
       for name, count in self._rung.items()
       if name in self._stop and count >= self._stop_after
     ]
-    # The first host has the metrics of all hosts, so all hosts use its list.
+    # The first host has the metrics of all hosts. So its `due` decides for all.
     due, *_ = self._hosts.exchange('alarms', due)
     if due:
       raise Alarmed(

@@ -1,4 +1,4 @@
-"""Builds the collecting side of a run on this host.
+"""Builds the objects with which a host collects trajectories and evaluates.
 
 If other hosts collect, this module builds objects that stand for these hosts.
 """

@@ -66,7 +66,7 @@ class Extra:
 
   @classmethod
   def of_record(cls, record: dict[str, Any]) -> 'Extra':
-    """Returns the part that `record` wrote; older records lack some fields."""
+    """Returns an object from a result of `record`; fields may be missing."""
     unwritten = record.get('unwritten')
     return cls(
       None if unwritten is None else tuple(json.loads(unwritten)),
@@ -166,7 +166,8 @@ class Saver:
     try:
       self.checkpointer.wait()
     except pending_save.SaveFailed as error:
-      if self._hosts.count > 1:  # other hosts still wait for this host's part
+      # Other hosts still wait for this host's part of the failed checkpoint.
+      if self._hosts.count > 1:
         raise
       # Not raised: the step that is saved now replaces the failed one.
       _log.warning('%s', error)
