@@ -102,8 +102,8 @@ class Prompts:
       messages, (), **{name: False}
     ):
       raise ValueError(
-        f'prompt.{name}={choice}: must be auto, because with this template the '
-        f'prompt does not depend on {name}'
+        f"prompt.{name}={choice}: must be 'auto', because with this template "
+        f'the prompt does not depend on {name}'
       )
     return {name: choice == 'on'}
 

@@ -114,8 +114,8 @@ def pages_problem(pages: int, *, parts: int, pages_per_row: int) -> str:
 
   Args:
     pages: the number of pages; 0 means as many as full slots need.
-    parts: the number of equal parts of the pages: one for each lane on each
-      device that slots are divided over.
+    parts: the number of equal parts of the pages. Each device that has a share
+      of the slots has a part for each lane.
     pages_per_row: the most pages that a row needs.
   """
   least = parts * pages_per_row

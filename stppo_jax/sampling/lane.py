@@ -126,7 +126,7 @@ class Lane:
 
   @property
   def busy(self) -> bool:
-    """Whether polls alone can end a turn of this lane."""
+    """Whether a turn can end even if the caller resumes or closes no row."""
     if any(self._fits(row, len(ids)) for row, ids in self._to_append):
       return True
     rows = self._generating.values()

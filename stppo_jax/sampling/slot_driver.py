@@ -88,7 +88,7 @@ class SlotDriver:
     compacts = self.compacts or (is_wave and not self.joins)
     for chunk, first in self._chunks(appends):
       # For every slot of a batch, the program reads as many pages as the
-      # longest slot of the batch fills. So a batch has slots of similar length.
+      # longest slot of the batch uses. So a batch has slots of similar length.
       by_length = sorted(chunk, key=lambda slot: chunk[slot].length)
       for batch in self._batches(by_length):
         batch_appends = {slot: chunk[slot] for slot in batch}

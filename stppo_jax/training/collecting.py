@@ -110,7 +110,7 @@ def build(
   swaps_turns = config.rollout.turn_swaps != 'never'
   if swaps_turns and not is_safe:
     raise exits.Misconfigured(
-      f'rollout.turn_swaps={config.rollout.turn_swaps}: must be never, '
+      f"rollout.turn_swaps={config.rollout.turn_swaps}: must be 'never', "
       f'because the same {learner.mesh.size} devices learn and collect; set '
       'mesh.collect_fraction to let some devices only collect'
     )

@@ -344,7 +344,7 @@ def check_sizes(
       f'rollout.group_size={rollout.group_size} for each of {hosts} {which}'
     )
   if hosts > 1 and rollout.engine == 'remote':
-    lines['engine'] = f'rollout.engine=remote: must be local on {hosts} hosts'
+    lines['engine'] = f"rollout.engine=remote: must be 'local' on {hosts} hosts"
   if placement is not None:
     slots = 'slots' if rollout.slots else 'trajectories_per_step'
     shards = cache_lib.row_shards_of_host(shape, placement.mesh)

@@ -66,7 +66,7 @@ class Extra:
 
   @classmethod
   def of_record(cls, record: dict[str, Any]) -> 'Extra':
-    """Returns an object from a result of `record`; fields may be missing."""
+    """Restores the object from a result of `record`, which may lack fields."""
     unwritten = record.get('unwritten')
     return cls(
       None if unwritten is None else tuple(json.loads(unwritten)),

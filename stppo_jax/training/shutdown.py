@@ -132,8 +132,8 @@ def _force_exit(
   Another thread calls this function. The process may end once the last step is
   saved. This function saves the step, unless the main thread has donated the
   state to updates, or may donate it now. Without this save, the process may end
-  only in the middle of updates, if the system is about to kill it. One of
-  several hosts may never end here.
+  only in the middle of updates, if the system is about to kill it. In a run of
+  several hosts, no process ends here.
 
   Args:
     last: the last finished step.

@@ -136,7 +136,7 @@ def _try(connection, config, name: str, place: tuple[int, ...]) -> None:
   """Runs the trial in the child process, and sends its result.
 
   The result is a pair: the reason why the programs do not compile, and a line
-  about an unexpected error. Without a reason or an error, its element is ''.
+  about an unexpected error. An element is '' if there is no reason or error.
   """
   jax.config.update('jax_platforms', 'cpu')
   # Standard error is dropped, because the compiler prints much to it before it

@@ -181,7 +181,9 @@ _REFUSED = {
   'no default template': _template(_only('rag', 'tool_use'), line='fails ('),
   'lacks a system text': _template(_NEEDS_SYSTEM, line='Error: no system)'),
   'always thinks': Row(
-    'Llama 3', changes=_THINKS, line='prompt.enable_thinking=off: must be auto'
+    'Llama 3',
+    changes=_THINKS,
+    line="prompt.enable_thinking=off: must be 'auto'",
   ),
   'has no begin token': Row(
     'Qwen3',

@@ -157,4 +157,4 @@ def test_devices_that_learn_and_collect_in_turn_are_refused(tmp_path, capsys):
   assert len(_ALL) > 1
   assert runs.train(tmp_path, **changes) == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith('rollout.turn_swaps=keep: must be never, because')
+  assert line.startswith("rollout.turn_swaps=keep: must be 'never', because")

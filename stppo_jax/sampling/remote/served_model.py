@@ -116,7 +116,7 @@ class ServedModel:
     )
 
   async def set_weights(self, folder: pathlib.Path, label: str) -> None:
-    """Waits for the server, which then loads weights unless it has their label.
+    """Waits for the server; has it load the weights if it does not hold them.
 
     Before it loads weights, the server is asked for the label of its weights:
     another engine that shares the server may have replaced the weights of this
