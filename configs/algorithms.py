@@ -20,7 +20,7 @@ from stppo_jax.rl import estimator_needs
 
 
 class UnknownName(ValueError):
-  """A config knows no such algorithm or size; the message lists the choices."""
+  """Raised if an algorithm or a size is unknown; the message lists choices."""
 
 
 _TOKEN_PPO = {

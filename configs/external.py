@@ -115,7 +115,7 @@ def file_exists(key: str, path) -> Iterator[str]:
 
 
 def template_is_readable(key: str, path) -> Iterator[str]:
-  """Checks that the prompt template can be read and contains its field."""
+  """Checks that the prompt template can be read and contains {question}."""
   try:
     prompts.load_template(path)
   except ValueError as error:
@@ -153,7 +153,7 @@ def gymnasium_is_made(make, environment) -> Iterator[str]:
 
 
 def passages_are_named(name, root, corpus, url, environment) -> Iterator[str]:
-  """Checks that a run on files names a file or a server of passages."""
+  """Checks that a search run on files names a file of passages or a server."""
   is_of_files = root and name in ('jsonl', 'tfds')
   needed = is_of_files and environments.find(environment).needs_retriever
   if needed and not url and not corpus:

@@ -9,8 +9,8 @@ MODEL is the Hugging Face directory of a model that follows instructions. The
 search engine has the paragraphs that came with the questions, about half a
 million. Set data.corpus='' and retrieval.url to search in all of Wikipedia. The
 config `configs/hotpotqa.py:st_ppo,7b` searches in all of Wikipedia, in the
-setting of the paper, which trains Qwen2.5 of 1.5B, 3B or 7B;
-configs/nq_hotpotqa.py has its hardware and figures.
+setting of the paper, which trains Qwen2.5 of 1.5B, 3B or 7B.
+configs/nq_hotpotqa.py lists the hardware and estimates of time and memory.
 """
 
 from stppo_jax.configs import base

@@ -14,7 +14,8 @@ that takes.
 
 `configs/nq.py:st_ppo,7b` is the setting of the paper for Qwen2.5 of 1.5B, 3B or
 7B instead, with all questions of the data set `nq` and a server that has the
-passages of Wikipedia; configs/nq_hotpotqa.py has its hardware and figures.
+passages of Wikipedia.
+configs/nq_hotpotqa.py lists the hardware and estimates of time and memory.
 """
 
 from stppo_jax.configs import base

@@ -86,7 +86,7 @@ def _kl_coefficient_stays_positive(
 ) -> Iterator[str]:
   """Checks that no step can make an adaptive KL coefficient 0 or negative.
 
-  A step multiplies the coefficient by 1 - 0.2 trajectories / horizon or more.
+  A step multiplies the coefficient by at least 1 - 0.2 trajectories / horizon.
   """
   if controller == 'adaptive' and horizon <= trajectories / 5:
     yield (
@@ -126,8 +126,8 @@ RELATIONS: tuple[Relation, ...] = (
     'model.lora.rank',
     'model.reference_path',
     when=lambda memory, rank, path: memory == 'host' and rank > 0 and not path,
-    because='must be device when model.lora.rank={1} and model.reference_path '
-    'is empty: the reference is then the base, which the policy uses too',
+    because="must be 'device' when model.lora.rank={1} and "
+    "model.reference_path='': reference and policy then share the base weights",
   ),
   *(
     _refuse(
@@ -139,7 +139,7 @@ RELATIONS: tuple[Relation, ...] = (
     for key, allowed, reason in (
       ('model.value_backbone', 'own', 'the policy computes the values'),
       ('model.lora.rank', 0, 'the value model adapts the base of the policy'),
-      ('init_from', '', 'the value model comes from the other run'),
+      ('init_from', '', 'the value model comes from that run'),
     )
   ),
   (
@@ -247,8 +247,8 @@ RELATIONS: tuple[Relation, ...] = (
     'rollout.pages',
     'rollout.slots',
     when=lambda pages, slots: pages > 0 and not slots,
-    because='must be 0 when rollout.slots=0, which chooses as many slots as '
-    'have memory for full trajectories',
+    because='must be 0 when rollout.slots=0: the number of slots is then such '
+    'that full trajectories fit in memory',
   ),
   _refuse(
     'rollout.page_size',
@@ -274,7 +274,7 @@ RELATIONS: tuple[Relation, ...] = (
       when=lambda span, value, forbids=forbids: (
         span == 'slice' and forbids(value)
       ),
-      because=f'must be auto or host when {key}={{1}}: {reason}',
+      because=f"must be 'auto' or 'host' when {key}={{1}}: {reason}",
     )
     for key, (forbids, reason) in engine_rules.DECODES_ALONE.items()
   ),
@@ -293,14 +293,14 @@ RELATIONS: tuple[Relation, ...] = (
     when=lambda replay, path, experts: (
       replay != 'nowhere' and not path and not experts
     ),
-    because='must be nowhere when model.num_experts=0',
+    because="must be 'nowhere' when model.num_experts=0",
   ),
   _refuse(
     'updates.routing_replay',
     'rollout.engine',
     when=lambda replay, engine: replay == 'sampler' and engine != 'local',
-    because='must be nowhere or trainer when rollout.engine={1}, which does '
-    'not report its experts',
+    because="must be 'nowhere' or 'trainer' when rollout.engine={1}, which "
+    'does not report its experts',
   ),
   _refuse(
     'rollout.engine',
@@ -363,8 +363,8 @@ RELATIONS: tuple[Relation, ...] = (
     when=lambda backbone, name: (
       backbone == 'shared' and name not in estimator_needs.VALUES
     ),
-    because='must be own when algorithm.advantage.name={1}, which has no value '
-    'model',
+    because="must be 'own' when algorithm.advantage.name={1}, which has no "
+    'value model',
   ),
   (
     (
@@ -383,7 +383,7 @@ RELATIONS: tuple[Relation, ...] = (
       and steps_ahead
       and not set(names) & set(STALENESS_CORRECTIONS)
     ),
-    because='must be sampled when rollout.steps_ahead={1}, because nothing '
+    because="must be 'sampled' when rollout.steps_ahead={1}, because nothing "
     'would correct for the staleness; or algorithm.correction.names must have '
     f'one of {", ".join(STALENESS_CORRECTIONS)}',
   ),

@@ -43,7 +43,7 @@ STEPS = settings.Rule(
     len(x) == 2 and all(type(n) is int for n in x) and 0 <= x[0] <= x[1]
   ),
   'two whole numbers, such as (3, 5): the first step to trace, and the step '
-  'before which tracing ends, which must not be smaller',
+  'before which tracing ends; the second must not be smaller than the first',
 )
 FRACTION = settings.Rule(lambda x: 0 <= x <= 1, 'in [0, 1]')
 POSITIVE_FRACTION = settings.Rule(lambda x: 0 < x <= 1, 'in (0, 1]')

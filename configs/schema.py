@@ -306,7 +306,7 @@ GONE = {
 
 
 def earlier() -> dict[str, Any]:
-  """Maps each key that old records lack to the old runs' value, as in JSON."""
+  """Maps each key that old records may lack to its `before`, as in JSON."""
   values = {
     name: key.before for name, key in KEYS.items() if key.before is not None
   }
@@ -371,7 +371,7 @@ def check(config: base.Config, ignored: Sequence[Any] = ()) -> list[str]:
 
 
 def _pop_algorithm(values: dict[str, Any]) -> dict[str, Any]:
-  """Removes and returns the options that `rl/algorithm.py` checks."""
+  """Removes the options of the algorithm from `values`, and returns them."""
   keys = [key for key in values if key.startswith('algorithm.')]
   return {key: values.pop(key) for key in keys}
 

@@ -87,7 +87,7 @@ def place(config: base.Config, size: str) -> None:
   config.updates.microbatch_size = chosen.microbatch_size
   config.updates.head_chunk = 1024
   config.rollout.tensor = chosen.decode_tensor
-  # Without it, a free slot is refilled at once, see docs/engines.md.
+  # If this is False, a free slot is refilled at once, see docs/engines.md.
   config.rollout.deterministic = False
   # A call with fewer tokens would mostly wait until the weights are read.
   config.rollout.prefill_chunk = 256

@@ -4,10 +4,19 @@ A command is a file of `stppo_jax/commands` with a function `main(argv)` that
 returns the exit code. The first line of the file's docstring describes the
 command in the list. The whole docstring is the command's help.
 
-The exit codes are 0 done, 2 configuration or usage, 3 only corrupt checkpoints
-are left, 70 a bug, 75 try again, 76 too many skipped updates or an alarm, 130
-interrupted, 141 nobody reads the output. An exception with an `exit_code` is an
-expected end: its message is printed without a traceback.
+These are the exit codes:
+
+  0    the command is done
+  2    the configuration or the usage is wrong
+  3    only corrupt checkpoints are left
+  70   a bug
+  75   try again: the same command continues
+  76   too many skipped updates, or an alarm
+  130  interrupted
+  141  nobody reads the output
+
+An exception with an `exit_code` is an expected end: its message is printed
+without a traceback.
 """
 
 from collections.abc import Sequence

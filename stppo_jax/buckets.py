@@ -114,7 +114,7 @@ class Entry(NamedTuple):
 
 
 class Bucket:
-  """The objects below an address, by their names relative to it.
+  """The objects below an address, by their names relative to the address.
 
   Attributes:
     address: the address.
@@ -256,7 +256,7 @@ class Bucket:
       except FileNotFoundError:
         return None
       known = json.loads(data)
-      # The bucket gives both times. The clock of this machine may be wrong.
+      # Both times come from the bucket: this machine's clock may be wrong.
       now = email.utils.parsedate_to_datetime(headers['Date'])
       age = now - datetime.datetime.fromisoformat(known['updated'])
       return Written(int(known['generation']), age.total_seconds())

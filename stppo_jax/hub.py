@@ -1,10 +1,11 @@
 """Models of the Hugging Face Hub, named as org/name or org/name@revision.
 
-The library `huggingface_hub` downloads files into its cache, uses its own token
-and completes broken downloads. A revision is a branch, a tag or a commit.
-Branches move, so a run records the commit: see `pinned`. An existing path of
-this machine is not taken for a name of the Hub. If org is a folder here,
-org/name is not taken for a name either, unless it has a commit.
+The library `huggingface_hub` downloads files into its cache, sends the user's
+token (`hf auth login` or HF_TOKEN) and completes broken downloads. A revision
+is a branch, a tag or a commit. Branches move, so a run records the commit: see
+`pinned`. An existing path of this machine is not taken for a name of the Hub.
+If org is a folder here, org/name is not taken for a name either, unless it has
+a commit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,7 +67,7 @@ def is_name(place: str | pathlib.Path) -> bool:
 
 
 def not_here(place: str | pathlib.Path, kind: str = 'folder') -> str:
-  """Returns the error text that follows a path that does not exist here."""
+  """Returns the end of the error line for a path that does not exist here."""
   if not _NAME.fullmatch(str(place)):
     return f'no such {kind}'
   return (
@@ -109,8 +110,8 @@ def local_folder(
 
   Args:
     place: a name, a path, or an address of a bucket.
-    files: patterns of the files that are downloaded of a model of the Hub; ()
-      downloads the files of `SMALL`.
+    files: patterns of the files to download if the place is a name; () stands
+      for the patterns in `SMALL`.
 
   Raises:
     HubError: the model does not exist, this user may not read it, or the Hub is
@@ -234,7 +235,7 @@ def _described(name: str, error: Exception) -> HubError:
   elif status in (401, 403):
     line = f'{hub} refuses: log in with `hf auth login` or set HF_TOKEN'
   elif status == 429:
-    line = f'{hub} answers too many requests (429): try again later'
+    line = f'{hub} answers "too many requests" (429): try again later'
     return HubError(f'{name}: {line}')
   else:
     lacking = ''

@@ -55,7 +55,7 @@ _TAG = re.compile(rf'<[/\\]*(?:{_NAMES})[/\\]*>')
 
 
 def neutralise_tags(text: str) -> str:
-  """Returns the text with round brackets around our tags, not angle brackets.
+  """Returns the text with `(` and `)` in place of the `<` and `>` of our tags.
 
   A tag is found whatever its case, white space, zero-width characters, accents
   and look-alike letters: `< / ＡＮＳＷＥＲ ＞` is a tag too. The rest of the

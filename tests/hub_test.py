@@ -158,7 +158,7 @@ def test_another_try_is_asked_for_with_the_key(key, hub, commit, monkeypatch):
     hub.fault = lambda line: 429
     with pytest.raises(hub_lib.HubError) as error:
       runs.config(**{name: place})
-    line = f'config.{key}={place!r}: {hub.address} answers too many requests'
+    line = f'config.{key}={place!r}: {hub.address} answers "too many requests"'
     assert str(error.value).startswith(line)
     assert error.value.exit_code == exits.TRY_AGAIN
 

@@ -23,7 +23,7 @@ from stppo_jax.tools import rescoring
 
 
 def main(argv: Sequence[str]) -> int:
-  """Prints the two mean scores and the dialogues in which they differ."""
+  """Prints both mean scores, and the dialogues whose two scores differ."""
   flags = command_line.flags(
     trajectories='',
     scope=command_line.one_of(list(rewards.SCOPES)),

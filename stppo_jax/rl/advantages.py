@@ -331,9 +331,9 @@ def estimate_advantages(
 
   Args:
     rewards_BL: the rewards, minus the KL penalty if there is one.
-    batch: masks, turn ids and group ids; also values for estimators in
-      `estimator_needs.VALUES`, and state ids for those in
-      `estimator_needs.STATES`.
+    batch: masks, turn ids and group ids. Estimators in
+      `estimator_needs.VALUES` also read its values, and estimators in
+      `estimator_needs.STATES` read its state ids.
     name: a key of `ADVANTAGES`.
     whiten: 'none': advantages are not whitened. Otherwise they have mean 0 and
       variance 1 (unbiased) over the loss mask ('policy'), or over all tokens

@@ -52,8 +52,8 @@ class Algorithm(options.Options):
     clips = ('pessimistic', 'dual_clip')
     if ratio['normalize'] == 'guard' and objective['name'] not in clips:
       # The guard divides the loss terms by a factor that it has brought into
-      # the gradient of the ratio. So the objective must have its gradient
-      # through the ratio, as the objectives in `clips` have.
+      # the gradient of the ratio. So the gradient of the objective must flow
+      # through the ratio, as in the objectives of `clips`.
       rule = "'none' when objective.name is neither " + ' nor '.join(clips)
       yield 'ratio.normalize', ratio['normalize'], rule
     name = advantage['name']

@@ -92,8 +92,8 @@ class Tis(Mismatch):
   """Options of `tis`.
 
   Attributes:
-    cap: the largest k, or with truncated='product' the largest k times the
-      ratio; larger numbers are truncated to the cap.
+    cap: the largest value of k or, with truncated='product', of the product of
+      k and the ratio; larger values are truncated to the cap.
     truncated: a key of `TRUNCATED`.
   """
 
@@ -177,7 +177,8 @@ def _of_k(weight: Callable[..., Array], options_of_k: type[Mismatch]):
   """Returns the table entry of a correction that depends on log k alone.
 
   Args:
-    weight: function of log k and limits that returns the weights.
+    weight: function that returns the weights. Its arguments are log k and the
+      limits of the correction, such as `cap`.
     options_of_k: the dataclass of the correction's options.
   """
 

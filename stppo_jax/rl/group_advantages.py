@@ -7,19 +7,19 @@ B trajectories, L tokens, T turns. Rows of one question have the same number in
 The reward of a row, R, is the sum of `rewards_BL` over the row's loss mask.
 Rows whose loss mask is false everywhere, and turns without a token in the loss
 mask, count as absent. x_i - mean(x) is computed as the mean of the differences
-x_i - x_j, so that equal rewards give exactly 0. A rounded mean would leave
-1e-8, and the division by std + 1e-6 would make this error visible. In a group
-of one row the advantage is 0, which is our choice: verl and verl-agent give
-such a row its raw reward. All of this also holds for `turn_advantages`, whose
-estimators compare turns.
+x_i - x_j, so that equal rewards give exactly 0. With a rounded mean,
+differences of about 1e-8 would remain, and the division by std + 1e-6 would
+enlarge them. In a group of one row the advantage is 0, which is our choice:
+verl and verl-agent give such a row its raw reward. All of this also holds for
+`turn_advantages`, whose estimators compare turns.
 
 The compared numbers form a vector, which has one number per trajectory, or one
 number per turn of every trajectory. A square matrix has an entry for each pair
-of numbers. In functions for both kinds of vectors, vector and matrix have no
-shape suffix. With matrices there is no scatter and no sorting, and on a mesh
-every device compares its own rows with all rows. A compiler for accelerators
-fuses each matrix into the sum over it. On CPU the matrices take 5 bytes per
-pair.
+of numbers. In functions for both kinds of vectors, the names of vectors and
+matrices have no shape suffix. With matrices there is no scatter and no sorting,
+and on a mesh every device compares its own rows with all rows. A compiler for
+accelerators fuses each matrix into the sum over it. On CPU the matrices take 5
+bytes per pair.
 
 Every token of a row has an advantage, observations and padding included,
 because whitening may be over observation tokens.

@@ -107,7 +107,10 @@ def pairs_of(ids: Array, present: Array) -> Array:
 
 
 def differences(x: Array, pairs: Array) -> tuple[Array, Array]:
-  """Returns for each i the sum over its group of x_i - x_j, and group sizes."""
+  """Returns a sum of differences for each element, and its group's size.
+
+  The sum for element i is the sum of x_i - x_j over all j of the group of i.
+  """
   total = jnp.sum(select(x[:, None] - x[None, :], pairs), axis=1)
   return total, jnp.sum(pairs, axis=1, dtype=x.dtype)
 

@@ -26,12 +26,12 @@ the notation of the paper. Our form for turn k is
 
 m_k is the systematic shift of the turn's log-ratio. (The shift could also be
 estimated by the mean of e^l - 1 - l, but this estimate is unbounded: one token
-with l = 7 would multiply the ratios of its whole turn by e^100.) s_k gives
-every turn the same standard deviation, called spread. `target` is the mean
-spread of the minibatch's turns. Turns with a spread near 0 have s_k = 1. Terms
-of turn k are divided by s_k, so that the scaling of the log-ratio does not
-scale the gradient. With the aggregate turn_mean, all turns then contribute
-equally.
+with l = 7 would multiply the ratios of its whole turn by e^100.) The standard
+deviation of l over a turn is called the spread of the turn. s_k gives every
+turn the same spread, `target`, which is the mean spread of the minibatch's
+turns. Turns with a spread near 0 have s_k = 1. Terms of turn k are divided by
+s_k, so that the scaling of the log-ratio does not scale the gradient. With the
+aggregate turn_mean, all turns then contribute equally.
 """
 
 from typing import NamedTuple

@@ -7,10 +7,10 @@ and sequence differ in these ids only.
 Three implementations give the same numbers. `choose` picks one by the number
 of segments and the platform:
 
-  segment_sum: a scatter-add, vmapped over rows. (A mesh would all-reduce one
-    flat table of B * T segments in full.) This is the fastest on CPU. Each row
-    has several tables, which successive tokens use in turn and which are added
-    up at the end. With one table, successive tokens would mostly add to the
+  segment_sum: a scatter-add, vmapped over rows, the fastest on CPU. (A mesh
+    would all-reduce one flat table of B * T segments in full.) Each row has
+    several tables, which successive tokens use in turn and which are added up
+    at the end. With one table, successive tokens would mostly add to the
     same slot, and each addition would wait for the previous one. Shorter sums
     also round less.
   unrolled: one masked reduction per segment, unrolled over the static T. It has

@@ -192,7 +192,7 @@ _EPSILON = 1e-6  # added to the standard deviation, as in A2TGPO
 
 
 def _turn_z(rewards_BL, batch, epsilon, num_turns):
-  """Returns z (0 in last turns) and the number of later turns: [B, T] each."""
+  """Returns z (0 in last turns), and how many turns follow a turn: [B, T]."""
   rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
   ones_BT = jnp.ones_like(rewards_BT)
   after_BT = gae_lib.rewards_to_go(ones_BT, present_BT, 1.0) - 1
@@ -312,9 +312,9 @@ def gigpo(
 
   N normalises as the argument `normalize` says. R, the reward of a row, is
   compared over the group. G, the reward-to-go of a turn, is compared over all
-  turns of the question, also in one row, that have the same state id and whose
-  h preceding turns have the same state ids. The sums are over the h from 0 to
-  `history`, without any h at which N_h(G) is 0.
+  turns of the question (also of the same row) that have the same state id, and
+  the same state ids in their h preceding turns. The sums are over the h from 0
+  to `history`, without any h at which N_h(G) is 0.
 
   Sources: arXiv 2505.10978, without a history; its code has omega 1, gamma 0.95
   and epsilon 1e-6. HGPO, arXiv 2602.22817, has a history of 2 or 4, power 1 and

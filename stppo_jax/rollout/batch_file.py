@@ -59,7 +59,7 @@ def _member(archive, name: str) -> np.ndarray:
     array = archive[name]
   except Exception as error:  # numpy raises exceptions of many classes
     raise ValueError(problem) from error
-  if not isinstance(array, np.ndarray):  # numpy reads other members as bytes
+  if not isinstance(array, np.ndarray):  # bytes, which numpy cannot parse
     raise ValueError(problem)
   return array
 

@@ -176,7 +176,7 @@ class Collector:
   def collect(
     self, questions: Sequence[types.Question], keys, *, greedy: bool = False
   ) -> list[types.Trajectory]:
-    """Returns `group_size` adjacent trajectories per question, in order.
+    """Returns `group_size` trajectories of each question, group after group.
 
     If the prompt of a question leaves no room to generate, its trajectories end
     in TRUNCATED_LENGTH, without a turn.
@@ -200,7 +200,7 @@ class Collector:
     return self._engine.statistics()
 
   def finish(self) -> None:
-    """Lets hosts that share the engine finish too, see `Engine.finish`."""
+    """Takes part in programs of the other hosts until all hosts are done."""
     self._engine.finish()
 
   def _run(self, rows: Sequence[_Row], keys, *, greedy: bool) -> None:
@@ -285,7 +285,7 @@ class Collector:
     if not self._has_logged:
       self._has_logged = True
       _log.exception(
-        'the environment failed a trajectory; further errors are counted only'
+        'the environment failed a trajectory; further errors are only counted'
       )
     return ' '.join(f'{type(error).__name__}: {error}'.split())
 
@@ -314,7 +314,7 @@ class Collector:
     ]
 
   def _neutral(self, question: types.Question) -> types.Question:
-    """Returns the question with texts that are not read as added tokens."""
+    """Returns the question, changed so that its texts spell no added token."""
     clean = self._tokenizer.neutralise
     options = {key: clean(text) for key, text in question.options.items()}
     return dataclasses.replace(
@@ -338,7 +338,7 @@ class Collector:
       else:
         row.status = Status.TRUNCATED_LENGTH
     elif row.status is not Status.INFRA_ERROR:
-      # If an invalid turn has filled the row, the turn may lack only its end.
+      # An invalid turn that has filled the row may be invalid for lack of room.
       out_of_room = not turn.stopped and not remaining
       if step.action == protocol.INVALID and out_of_room:
         row.status = Status.TRUNCATED_LENGTH

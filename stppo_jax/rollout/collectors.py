@@ -5,7 +5,7 @@ such hosts (see `prefetch`). But the weights come over the network (`follow`).
 On the hosts that learn, `Collectors` takes the place of the prefetcher. A host
 that learns sends these messages:
 
-    {"base": ...}                the frozen weights under adapters, at first
+    {"base": ...}                the frozen weights under adapters, sent first
     {"weights": 7, ...}          the policy after 7 steps
     {"step": 7}                  step 7 is trained on next
     {"evaluate": 7}              evaluate the policy after 7 steps
@@ -227,7 +227,7 @@ class Delivery:
   def collect(
     self, step: int
   ) -> tuple[list[types.Trajectory], dict[str, float]]:
-    """Collects a step, and sends each host that learns its groups.
+    """Collects a step, and sends each host that learns the groups it needs.
 
     Returns:
       No trajectories and no metrics, because this host does not learn.

@@ -24,7 +24,7 @@ _OF_TRAJECTORY = ('prompt_ids', 'expert_ids')
 
 
 def packed(groups: Sequence[Sequence[types.Trajectory]]) -> transfer.Message:
-  """Returns a message that contains groups of trajectories with all arrays."""
+  """Returns a message with groups of trajectories and all their arrays."""
   arrays: list[np.ndarray] = []
 
   def put(x: np.ndarray) -> int:

@@ -90,7 +90,7 @@ class EventLoop:
 
 
 def _link(future: concurrent.futures.Future, task: asyncio.Task) -> None:
-  """Gives a future the result of a task, and lets the future cancel it."""
+  """Gives a task's result to a future, whose cancelling cancels the task."""
   loop = task.get_loop()
 
   def on_task_done(task):

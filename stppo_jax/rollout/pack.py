@@ -78,8 +78,8 @@ def pack(
     sentences: see `SentenceSplitter`; if None, the batch has no sentence ids.
     with_expert_ids: whether the batch has the experts that the sampler chose.
     step: the number of training steps that made the policy that learns. If it
-      is given, the batch says for each turn by how many steps the policy that
-      wrote the turn is older.
+      is given, the batch has `staleness_BL`: by how many steps the policy that
+      wrote a turn is older than the policy that learns.
     hosts: the hosts whose rows together make a batch.
 
   Raises:
@@ -193,7 +193,7 @@ def _labels(trajectory: types.Trajectory) -> _Labels:
 
 
 def _sizes(trajectory: types.Trajectory) -> tuple[int, int]:
-  """Returns the numbers of all tokens and of loss tokens of a row."""
+  """Returns how many tokens a row has, and how many of them have a loss."""
   policy = sum(len(turn.token_ids) for turn in trajectory.turns)
   others = sum(len(turn.observation_ids) for turn in trajectory.turns)
   length = len(trajectory.prompt_ids) + policy + others

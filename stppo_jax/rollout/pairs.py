@@ -48,7 +48,7 @@ def read(path: str | pathlib.Path) -> tuple[batch_lib.PairBatch, str]:
   """Returns the pairs in an npz file, and the SHA-256 of the file.
 
   The file must hold tokens_BL, loss_mask_BL, rewards_BL and group_ids_B, as in
-  `TokenBatch`, from which the function `pairs` makes the pairs.
+  `TokenBatch`. The function `pairs` makes the pairs from these arrays.
 
   Raises:
     OSError: if there is no such file.

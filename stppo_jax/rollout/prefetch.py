@@ -17,9 +17,9 @@ collect the next steps, and no trajectories.
 
 With turns of several policies (`turns`), a policy is published as soon as it
 exists, for all turns that begin from then on. The next k + 1 steps are
-collected at the same time, in the order in which slots become free. A turn of
-step n then has one of the policies after n - k, ..., n steps. Timing decides
-which of them it is.
+collected at the same time, and their dialogues get slots in the order of the
+steps. A turn of step n then has one of the policies after n - k, ..., n steps.
+Timing decides which of these policies it has.
 
 Threads: the thread of the learner calls the methods of `Prefetcher`. One worker
 thread publishes weights and collects, one step after the other. (With turns of

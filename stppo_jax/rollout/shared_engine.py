@@ -66,9 +66,10 @@ class _Share(threading.local):
     due: the recorded versions of the step in the same form, if a run is
       repeated. In collections that were not recorded, turns take the newest
       weights.
-    first: the engine's number of the first row of the current collection.
-    ended: the turns that have ended, until the thread takes them, by the
-      engine's number of their row.
+    first: the number by which the engine knows the first row of the current
+      collection.
+    ended: maps the engine's number of a row to the turn of the row that has
+      ended, until the thread takes the turn.
   """
 
   step: int = 0
@@ -218,7 +219,8 @@ class SharedEngine:
   def has_entered(self, step: int) -> bool:
     """Returns whether a thread collects a step, or has collected it.
 
-    Threads get slots for their dialogues in the order in which they enter.
+    Threads get slots for their dialogues in the order in which they enter the
+    context of `collecting`.
     """
     return step in self._entered
 

@@ -121,7 +121,7 @@ def collect_until_valid(
         _log.info(f'{what}: {failures}')
       return trajectories
     _log.info(
-      f'{what}: {failures}; it is collected again when the server is ready'
+      f'{what}: {failures}; it is collected again when the retriever is ready'
     )
     if services.retriever is not None:
       services.loop.run(services.retriever.wait_until_ready())

@@ -58,7 +58,7 @@ def test_one_data_set_has_the_figures_of_both(name, size):
   others = settings.flatten(nq_hotpotqa.get_config(size))
   differ = [key for key in ours if ours[key] != others[key]]
   assert differ == ['data.evaluation', 'data.train']
-  assert 'configs/nq_hotpotqa.py has its hardware and figures' in one.__doc__
+  assert 'configs/nq_hotpotqa.py lists the hardware' in one.__doc__
 
 
 @pytest.mark.parametrize('name', resolved.SIZED)

@@ -118,7 +118,7 @@ def _study(studies: Any, name: str) -> study_lib.Study:
 
 
 def _seeds(text: str, errors: list[str]) -> list[int]:
-  """Returns the seeds of --seeds; adds a line to `errors` if it is wrong."""
+  """Returns the seeds of --seeds; appends to `errors` if --seeds is wrong."""
   words = text.rstrip(',').split(',')
   is_none = text.isdecimal() and not int(text)
   if is_none or not all(word.isdecimal() for word in words):

@@ -173,8 +173,8 @@ def folders_read(config: Any) -> dict[str, pathlib.Path]:
     config: a valid configuration.
 
   Returns:
-    A dict with each key that names a folder, or a file in a folder, and the
-    path of the folder.
+    A dict from each key that names a folder, or a file in a folder, to the path
+    of the folder.
   """
   model, data = config.model, config.data
   folders = {

@@ -99,8 +99,8 @@ def _problem(folder: pathlib.Path) -> str:
 def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
   """Returns the config with which a checkpoint is evaluated.
 
-  Without `file`, a run has its recorded config, and other weights have the base
-  config.
+  Without `file`, this is the recorded config for a run, and the base config for
+  other weights.
 
   Args:
     checkpoint: the folder of the run or of the weights; None if the command
@@ -126,7 +126,8 @@ def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
     config = base.get_config()
   if checkpoint and not is_run:
     config.model.path = str(checkpoint)
-    # A directory of weights needs no adapters and no start from another policy.
+    # The weights of a directory are evaluated as they are, without adapters and
+    # without a start from another policy.
     config.model.lora.rank, config.model.lora.path = 0, ''
     config.sft.before_training, config.init_from = False, ''
   return config
@@ -158,8 +159,8 @@ def _choose_sets(config: Any, sets: str) -> None:
     problem = 'a file has no splits'
   elif not any(are_files) and not data.root:
     problem = (
-      f'does not end like a file ({", ".join(tables.SUFFIXES)}), and for data '
-      'sets their folder is missing: --config.data.root=DIR'
+      f'does not end like a file ({", ".join(tables.SUFFIXES)}); for data '
+      'sets, --config.data.root=DIR must name their folder'
     )
   if problem:
     raise ValueError(f'--sets={sets}: {problem}')

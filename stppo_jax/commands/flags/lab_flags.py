@@ -1,10 +1,9 @@
 """Parses the flags of the lab, and the algorithms that they name.
 
-The options of an algorithm or an estimator are the defaults of the table of
-algorithms, or the values that a configuration gives them
-(`--config=FILE.py[:ALGORITHM]`), changed by settings KEY=VALUE. In a list of
-algorithms, the settings of an algorithm follow its name, and a comma within
-brackets is part of a value:
+The options of an algorithm or an estimator have the values of the configuration
+in `--config=FILE.py[:ALGORITHM]` or, without --config, their defaults. Settings
+KEY=VALUE then change some of the options. In a list of algorithms, the settings
+of an algorithm follow its name, and a comma within brackets is part of a value:
 
   st_ppo,st_ppo:correction.clipping_bias.tau=5:ratio.gradient=token
 """
@@ -66,7 +65,8 @@ def parse(
     flags: the flags, which get their values.
     argv: the arguments without the names of the commands.
     required: the name of a flag that must have a value. If the flag is not
-      given, its value is the ALGORITHM of `--config`. '' for no such flag.
+      given, its value is the ALGORITHM of `--config`. '' if no flag must have
+      a value.
 
   Raises:
     Misconfigured: if there are errors; the message has a line for each.
