@@ -42,7 +42,7 @@ class Balanced(options_lib.Named):
     }
     for name, (step, count) in steps.items():
       if count > MAX_STEPS:
-        rule = f'large enough to reach its limit in {MAX_STEPS} steps'
+        rule = f'so large that the bound reaches its limit in {MAX_STEPS} steps'
         yield name, step, rule
     if high < 1:
       yield 'high', high, '1 or greater'

@@ -330,11 +330,11 @@ def positive_examples(
   coefficient: Number,
   least: Number,
 ) -> tuple[Array, Array]:
-  """Returns the pessimistic term, and imitates correct trajectories: VAPO.
+  """Returns the pessimistic term plus a term that imitates good rows: VAPO.
 
-  A row is imitated if its outcome is `least` or more. Its policy tokens get the
+  Good rows have an outcome of `least` or more. Their policy tokens get the
   additional term -coefficient weight log pi. `weight` turns a mean over all
-  policy tokens of the minibatch into a mean over the imitated tokens.
+  policy tokens of the minibatch into a mean over the tokens of good rows.
   Corrections weigh both terms. Source: arXiv 2504.05118.
   """
   term_BL, cut_BL = pessimistic(context, low, high, ())

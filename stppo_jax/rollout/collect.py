@@ -123,7 +123,7 @@ class Overlong:
   interval: float
 
   def reward(self, row: _Row) -> float:
-    """Returns the length reward of an ended row, which is 0 or negative."""
+    """Returns the punishment of an ended row as a reward, 0 or negative."""
     if row.status is Status.INFRA_ERROR:
       return 0.0
     # A row that was cut off lacks the observation that did not fit, so it

@@ -45,12 +45,13 @@ class Evaluator:
   def run(
     self, *, greedy: bool = True
   ) -> tuple[dict[str, float], list[types.Trajectory]]:
-    """Returns the mean main score by data set, and this host's trajectories.
+    """Returns the mean score of each data set, and this host's trajectories.
 
-    The engine samples with the weights that were published last. Trajectories
-    that failed because of the infrastructure are left out of the means. If too
-    many trajectories failed, the evaluation is repeated once the retriever is
-    ready.
+    The score is the main score of the environment, and the mean is over the
+    trajectories of all hosts. The engine samples with the weights that were
+    published last. Trajectories that failed because of the infrastructure are
+    left out of the means. If too many trajectories failed, the evaluation is
+    repeated once the retriever is ready.
 
     Args:
       greedy: whether to decode greedily instead of sampling.

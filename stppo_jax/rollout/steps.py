@@ -200,11 +200,11 @@ class StepCollector:
   def complete_metrics(
     self, metrics: dict[str, float], step: int
   ) -> dict[str, float]:
-    """Returns the metrics of a step over all hosts.
+    """Returns the metrics of a step; on the first host, over all hosts.
 
     All hosts call this method after `collect`, with the metrics that `collect`
     has returned. On the first host, the result describes the trajectories of
-    all hosts.
+    all hosts. On any other host, it describes the trajectories of that host.
     """
     if self._hosts.count == 1:
       return metrics
@@ -342,7 +342,8 @@ def measured(
 ) -> dict[str, float]:
   """Returns the metrics of a step that several hosts have collected.
 
-  On the first host, the metrics describe the trajectories of all hosts.
+  On the first host, the metrics describe the trajectories of all hosts. On any
+  other host, they describe the trajectories of that host.
 
   Args:
     hosts: the hosts, all of which call this function.
