@@ -306,7 +306,7 @@ GONE = {
 
 
 def earlier() -> dict[str, Any]:
-  """Maps each key that old records may lack to its `before`, as in JSON."""
+  """Maps keys that old records may lack to old runs' values, in JSON form."""
   values = {
     name: key.before for name, key in KEYS.items() if key.before is not None
   }

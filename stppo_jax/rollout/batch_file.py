@@ -59,7 +59,8 @@ def _member(archive, name: str) -> np.ndarray:
     array = archive[name]
   except Exception as error:  # numpy raises exceptions of many classes
     raise ValueError(problem) from error
-  if not isinstance(array, np.ndarray):  # bytes, which numpy cannot parse
+  # numpy returns the bytes of a member that does not begin like an array.
+  if not isinstance(array, np.ndarray):
     raise ValueError(problem)
   return array
 

@@ -90,7 +90,7 @@ class EventLoop:
 
 
 def _link(future: concurrent.futures.Future, task: asyncio.Task) -> None:
-  """Gives a task's result to a future, whose cancelling cancels the task."""
+  """Gives a future a task's result; cancelling the future cancels the task."""
   loop = task.get_loop()
 
   def on_task_done(task):

@@ -40,19 +40,19 @@ SWAPS_TURNS: Sequence[tuple[str, Callable[[str, Any], bool], str, str]] = (
   (
     'rollout.steps_ahead',
     lambda swaps, ahead: ahead > 0,
-    'never',
+    "'never'",
     'no weights change while a step is collected',
   ),
   (
     'rollout.engine',
     lambda swaps, engine: engine == 'local',
-    'never',
+    "'never'",
     'a server does not tell which weights wrote a turn',
   ),
   (
     'rollout.pages',
     lambda swaps, pages: swaps == 'keep' or not pages,
-    'never or keep',
+    "'never' or 'keep'",
     'a dialogue that is computed again shares no pages, and may find too few',
   ),
   (
@@ -60,7 +60,7 @@ SWAPS_TURNS: Sequence[tuple[str, Callable[[str, Any], bool], str, str]] = (
     lambda swaps, replay: (
       replay == 'nowhere' or (swaps == 'keep' and replay == 'sampler')
     ),
-    'never, or keep with routing_replay=sampler,',
+    "'never', or 'keep' with routing_replay=sampler,",
     'a token has been routed by several versions',
   ),
 )

@@ -1,9 +1,10 @@
 """Parses the flags of the lab, and the algorithms that they name.
 
 The options of an algorithm or an estimator have the values of the configuration
-in `--config=FILE.py[:ALGORITHM]` or, without --config, their defaults. Settings
-KEY=VALUE then change some of the options. In a list of algorithms, the settings
-of an algorithm follow its name, and a comma within brackets is part of a value:
+in `--config=FILE.py[:ALGORITHM]` or, without --config, the defaults of the
+table of algorithms. Settings KEY=VALUE then change some of the options. In a
+list of algorithms, the settings of an algorithm follow its name, and a comma
+within brackets is part of a value:
 
   st_ppo,st_ppo:correction.clipping_bias.tau=5:ratio.gradient=token
 """
