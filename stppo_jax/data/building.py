@@ -65,7 +65,7 @@ def build(
 
 
 def _given(name: str, from_files: str) -> raw_files.Files:
-  """Returns the files of each split, which the user gives in `from_files`."""
+  """Returns the files that the user gives in `from_files`, by split."""
   pairs = [pair.partition(':') for pair in from_files.split(',')]
   if all(split in catalogue.SPLITS and file for split, _, file in pairs):
     files: dict[str, list[tables.TableFile]] = {}

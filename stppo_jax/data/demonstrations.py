@@ -109,19 +109,19 @@ class PassageDemonstrations:
   """Demonstrations that search for the titles of gold passages, then answer.
 
   A title becomes a query only if one of its words occurs in the question or in
-  an earlier gold passage, because no other title could be guessed. If there is
-  no such title, the question itself is the query. At each decision the
+  an earlier gold passage, because the policy could guess no other title. If
+  there is no such title, the question itself is the query. At each decision the
   demonstrator may err: it does not search, searches for the first word of the
-  query only, or misreads the passage. After an error it gives the answer of
-  another question.
+  query only, or misreads the passage. After an error, the demonstrator gives
+  the answer of another question.
 
   A small model that is trained on these passages alone learns to copy text long
   before it learns to read. If `quote_words` is not 0, the demonstrator
   therefore copies: its query is the question, and its answer quotes the
-  beginning of the gold passage. It never misreads. In the steps without errors,
-  the text of about half of the questions is replaced by an excerpt of the gold
-  passage. Without the excerpts, the model would learn a few hundred questions
-  by heart, and could copy no other question into a query.
+  beginning of the gold passage. Such a demonstrator never misreads. In the
+  steps without errors, the text of about half of the questions is replaced by
+  an excerpt of the gold passage. Without the excerpts, the model would learn a
+  few hundred questions by heart, and could copy no other question into a query.
 
   Attributes:
     questions: the questions of the run.
@@ -194,7 +194,7 @@ class PassageDemonstrations:
   def _excerpt(
     self, question: types.Question, rng: np.random.Generator
   ) -> types.Question:
-    """Returns the question, whose text becomes an excerpt in half of the cases.
+    """Returns the question, in half of the cases with an excerpt as its text.
 
     The excerpt consists of consecutive words of the first gold passage.
     """

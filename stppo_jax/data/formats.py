@@ -111,9 +111,9 @@ def medqa(row: Any) -> Fields:
 
 
 def medmcqa(row: Any) -> Fields:
-  """Converts a row of MedMCQA: four options and the number of the right one.
+  """Converts a row of MedMCQA: options, and the index of the right option.
 
-  The number counts from 1 in the files of the authors, and from 0 in the
+  The index counts from 1 in the files of the authors, and from 0 in the
   parquet files of the hub.
   """
   options = [_get(row, f'op{letter}') for letter in 'abcd']

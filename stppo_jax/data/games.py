@@ -19,8 +19,8 @@ _ALL = 2**29  # the number of games for training if the config sets no limit
 class GameQuestions(questions_lib.Questions):
   """Questions without a text, whose id is the number of a game.
 
-  Runs of different seeds train on different games, unless `count` limits them.
-  All runs are evaluated on the same games.
+  Runs of different seeds train on different games, unless `count` limits the
+  number of games. All runs are evaluated on the same games.
 
   Attributes:
     seed: the seed of the run.

@@ -113,7 +113,7 @@ def demonstrations_of(
   if isinstance(questions, arithmetic.ArithmeticQuestions):
     return arithmetic.CalculatorDemonstrations(questions, noise)
   # Passages can be read here only from the file data.corpus. Without this file,
-  # another server has the passages, and nothing can be quoted.
+  # nothing can be quoted, even if a retrieval server has the passages.
   found = (questions.passages() or ()) if config.data.corpus else ()
   passages = {passage.id: passage for passage in found}
   if sft.quote_words and not any(

@@ -161,7 +161,7 @@ class StoredQuestions(Questions):
     train: the training questions.
     evaluation: the evaluation questions; empty for no evaluation.
     corpus: the file of passages, which is read by the first call of `passages`;
-      None if another server has the passages.
+      None without such a file.
   """
 
   def __init__(
@@ -203,7 +203,7 @@ class StoredQuestions(Questions):
     return [self._train[index] for index in chosen]
 
   def _others(self, step: int, of_step: set[int], count: int) -> list[int]:
-    """Returns `count` different question indices that are not in `of_step`."""
+    """Returns `count` different indices of questions, none from `of_step`."""
     total, found = len(self._train), dict.fromkeys(())
     start = total
     # The sample comes from an order that only this step has. With weights, a

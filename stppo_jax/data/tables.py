@@ -128,7 +128,7 @@ def _opened(file: TableFile) -> Iterator[IO[bytes]]:
     else:
       archive = stack.enter_context(tarfile.open(file.path))
       stream = archive.extractfile(file.member)
-      assert stream is not None  # `find` returns no folder of an archive
+      assert stream is not None  # the member is a file, not a folder
       stack.enter_context(stream)
     if name.endswith('.gz'):
       stream = stack.enter_context(gzip.open(stream))

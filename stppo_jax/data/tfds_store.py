@@ -41,9 +41,9 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
 
   VERSION = tfds.core.Version(layout.VERSION)
   name = layout.BUILDER
-  # If this were a path, the library would look beside this module for more
-  # files about the data set. To look for them, it would import a package that
-  # is not installed with the library.
+  # If `code_path` were a path, the library would look beside this module for
+  # more files about the data set. To look for the files, the library would
+  # import a package that is not installed with the library.
   code_path = None  # type: ignore[assignment]
 
   def __init__(
@@ -179,7 +179,7 @@ def summary(root: pathlib.Path, name: str) -> Summary:
 def open_split(
   root: pathlib.Path, name: str, splits: Sequence[str]
 ) -> BuiltQuestions:
-  """Returns the questions of the first of `splits` that a data set has.
+  """Returns the questions of the first split in `splits` that exists.
 
   Raises:
     ValueError: if the data set has none of the splits, or was not built; the

@@ -169,7 +169,7 @@ class _Server:
 
 
 def _client(address: str, timeout: float):
-  """Returns a client of a server; the client connects when it is entered."""
+  """Returns a client, a context manager that connects to a server on entry."""
   import mcp  # pyright: ignore[reportMissingImports]
   from mcp.client import stdio  # pyright: ignore[reportMissingImports]
 
@@ -187,7 +187,7 @@ def _is_url(address: str) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-  """Returns one line about an error, or about the first error of a group."""
+  """Returns a line about an error, or an exception group's first exception."""
   while isinstance(error, BaseExceptionGroup):
     error = error.exceptions[0]
   return ' '.join(f'{type(error).__name__}: {error}'.split())

@@ -51,7 +51,8 @@ class Step:
   """The result of one turn.
 
   Attributes:
-    action: the name of the turn's action; INVALID if it has no valid action.
+    action: the name of the turn's action; INVALID if the turn has no valid
+      action.
     observation: the text that follows the turn; None if the trajectory ends
       here.
     status: how the trajectory ended; None while it goes on.
@@ -103,9 +104,9 @@ class Episode(Protocol):
 
     Returns:
       Two dicts. The first has the weighted rewards by name; their sum is the
-      outcome reward. The second has the unweighted scores for reports by name,
-      with `main_score` among them. The names are the same for every trajectory.
-      After INFRA_ERROR all rewards and scores are 0.
+      outcome reward. The second has the unweighted scores that are reported,
+      by name, with `main_score` among them. The names are the same for every
+      trajectory. After INFRA_ERROR all rewards and scores are 0.
     """
     ...
 
@@ -129,8 +130,8 @@ class Environment(Episode, Protocol):
     stop_strings: the strings that end a turn. A turn ends as soon as the policy
       has written one of these strings.
     tags: strings that structure every dialogue. A tokenizer may have added
-      tokens for them, and a BPE tokenizer made for this environment is trained
-      on them too.
+      tokens for the tags. A BPE tokenizer that is made for this environment is
+      trained on the tags, too.
     main_score: the score that evaluations report, as
       `val/{main_score}/{data_set}`.
     needs_retriever: whether `from_options` needs a retriever. If so, passages
@@ -202,7 +203,7 @@ def asks(action: str) -> bool:
 
 
 def mean_turns(trajectories: Sequence[types.Trajectory], action: str) -> float:
-  """Returns the mean number of turns per trajectory with the given action.
+  """Returns the mean number of turns with the given action per trajectory.
 
   Args:
     trajectories: at least one trajectory.

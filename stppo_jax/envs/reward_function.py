@@ -34,13 +34,13 @@ class RewardFunctionFailed(exits.RunEnded):
 
 
 def load(name: str) -> RewardFunction:
-  """Returns the function that `module:function` names.
+  """Returns a function that calls the user's `module:function`.
 
   The returned function raises `RewardFunctionFailed` and no other exception.
 
   Raises:
-    ValueError: if there is no such function, or it takes other arguments; the
-      message is one line.
+    ValueError: if there is no such function, or it does not take the arguments
+      `question`, `texts` and `scores`; the message is one line.
   """
   module_name, colon, function_name = name.partition(':')
   if not (module_name and colon and function_name.isidentifier()):

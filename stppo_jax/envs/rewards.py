@@ -44,7 +44,7 @@ def exact_match(answer: str, golden_answers: Collection[str]) -> float:
 
 
 def substring_match(answer: str, golden_answers: Collection[str]) -> float:
-  """Returns 1 if the normalised answer contains a normalised golden answer."""
+  """Returns 1 if a golden answer is in the answer, both normalised, else 0."""
   normal = text_lib.normalise(answer)
   return float(any(text_lib.normalise(g) in normal for g in golden_answers))
 

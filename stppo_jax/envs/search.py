@@ -30,8 +30,8 @@ class SearchEnvironment(protocol.Environment):
   """Answers at most `max_turns` searches; one more turn may give the answer.
 
   The scores are `rewards.SCORE_NAMES`. The main score is the exact match. If
-  the exact match has no weight and the substring match has one, the main score
-  is the substring match.
+  the weight of the exact match is 0 and the weight of the substring match is
+  not 0, the main score is the substring match.
   """
 
   stop_strings = actions.STOP_STRINGS

@@ -3,8 +3,8 @@
 A game (arXiv 1806.11532) is a small house with things in it and a quest, such
 as to unlock a chest and to put its content on a table. The rules, the house and
 the quest are TextWorld's. The descriptions are our own: short lists of the
-things that the player sees or has. They need no interpreter of Inform, so a
-game starts in milliseconds. The games need the package `textworld`, which the
+things that the player sees or has. Such lists need no interpreter of Inform, so
+a game starts in milliseconds. The games need the package `textworld`, which the
 extra `textworld` of this package installs.
 """
 
@@ -115,7 +115,7 @@ class TextWorldEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """See `protocol.Environment`; adds tags, words of games and the correction.
+    """Returns the tags, `vocabulary`, the words of games, and the correction.
 
     Raises:
       ValueError: if the package `textworld` is missing.
@@ -126,7 +126,7 @@ class TextWorldEnvironment(protocol.Environment):
 
   @staticmethod
   def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
-    """Returns the mean number of a trajectory's commands that were possible."""
+    """Returns the mean number of commands that were played per trajectory."""
     return {
       'env/number_of_commands': protocol.mean_turns(trajectories, 'command')
     }

@@ -125,7 +125,7 @@ class ToolsEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """See `protocol.Environment`; adds tags, parts of calls, `_CORRECTION`."""
+    """Returns tags, parts of calls and replies, `vocabulary`, `_CORRECTION`."""
     calls = [
       f'{{"name": "{name}", "arguments": {{"{argument}": "'
       for name, kind in TOOLS.items()

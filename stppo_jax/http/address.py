@@ -7,7 +7,7 @@ def check_url(url: str, *, token_variable: str) -> str | None:
   """Returns one line on what is wrong with a server's URL; None if valid.
 
   Args:
-    url: the URL; a valid one begins with http:// or https:// and has no user,
+    url: the URL. A valid URL begins with http:// or https:// and has no user,
       password, query or fragment.
     token_variable: the environment variable that the message recommends in
       place of a password in the URL.

@@ -73,8 +73,8 @@ class Failure(Exception):
   Attributes:
     cause: why the request failed.
     status: the status of the reply if the cause is STATUS, else 0.
-    retry_after: the seconds of the reply's Retry-After header; 0 if it has
-      none.
+    retry_after: the seconds of the reply's Retry-After header; 0 if the
+      reply has no such header.
   """
 
   def __init__(

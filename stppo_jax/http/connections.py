@@ -4,8 +4,8 @@ A client can hold a connection at no cost by sending nothing, or a byte at a
 time, but the connection costs the server a file descriptor. So the headers of a
 request must come in time. At the limit of connections, a new connection takes
 the place of the connection that has been idle for longest. A connection is idle
-while none of its requests is being answered. So clients that send nothing, or
-are slow to send a body, cannot keep other clients out.
+unless the server is answering a POST whose body has come. So clients that send
+nothing, or are slow to send a body, cannot keep other clients out.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Connection(asyncio.Protocol):
 
   Attributes:
     transport: the transport; set when the client has connected.
-    is_busy: whether the server is answering a request that it has read.
+    is_busy: whether the server is answering a POST whose body has come.
   """
 
   transport: Any  # an asyncio.Transport; asyncio declares a wider type
@@ -103,8 +103,8 @@ class Connections:
       max_connections: the most connections; half of the process's file
         descriptors is another limit.
       header_timeout: seconds that a client may take to send the headers of a
-        request, from the time when it connects or, for a later request of the
-        connection, sends the first byte.
+        request. The time of the first request of a connection begins when the
+        client connects. The time of a later request begins with its first byte.
     """
     self.header_timeout = header_timeout
     self._max_connections = bounded_by_descriptors(max_connections)

@@ -79,7 +79,7 @@ def answered(connections: connections_lib.Connections):
 
 
 def authorize(token: str):
-  """Returns a middleware that requires a bearer token; '' requires no token."""
+  """Returns a middleware that requires a bearer token, unless `token` is ''."""
   # The tokens are compared as bytes, because compare_digest refuses text beyond
   # ASCII.
   expected = f'Bearer {token}'.encode()

@@ -235,10 +235,10 @@ class EmbeddedServer:
   async def _serve(self, started: futures.Future) -> None:
     """Serves until another thread calls the function `stop`.
 
-    The result of `started` becomes the URL and `stop`. If the start fails,
-    `started` gets the error. `__enter__` waits for `started` on another thread,
-    and raises the error there. The other thread also calls `stop`, so `stop`
-    uses `call_soon_threadsafe`.
+    The result of the future `started` becomes the pair of the URL and `stop`.
+    If the start fails, the future gets the error, and `__enter__`, which waits
+    for the future on the caller's thread, raises the error. The caller's thread
+    also calls `stop`, so `stop` uses `call_soon_threadsafe`.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

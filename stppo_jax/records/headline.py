@@ -12,9 +12,10 @@ _MAIN = {
 
 
 def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
-  """Returns the evaluation score of a step by name, or {} without evaluation.
+  """Returns the evaluation score of a step; {} if there was no evaluation.
 
-  The name is `val/{score}`, and the score is the mean over the data sets.
+  The key of the dict is `val/{score}`, and its value is the mean of the score
+  over the data sets.
   """
   scores = {k: v for k, v in metrics.items() if k.startswith(_EVALUATION)}
   if not scores:
@@ -25,14 +26,15 @@ def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def training(metrics: Mapping[str, float]) -> dict[str, float]:
-  """Returns the reward or the loss of a step, by a short name."""
+  """Returns the reward or the loss of a step; the key is a short name."""
   return {name: metrics[key] for name, key in _MAIN.items() if key in metrics}
 
 
 def seconds(metrics: Mapping[str, float | None]) -> float | None:
-  """Returns the seconds of a step and its save without compilation, or None.
+  """Returns the seconds of a step and of its save, or None.
 
-  The result is None if the step's time is not among the metrics.
+  The seconds of compilation are not included. The result is None if the
+  step's time is not among the metrics.
   """
   if (step := metrics.get('timing_s/step')) is None:
     return None

@@ -72,9 +72,10 @@ def read_metrics(path: str | pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-  """Returns for each index the mean of the last `window` values up to it.
+  """Returns the mean of the last `window` values up to each index.
 
-  Values that are nan are left out. If all of them are nan, the mean is nan.
+  Values that are nan are left out. If all these values are nan, the mean is
+  nan.
   """
   recent = [values[max(i - window, 0) : i] for i in range(1, len(values) + 1)]
   recent = [x[~np.isnan(x)] for x in recent]
@@ -87,7 +88,7 @@ def learning_curve(
   *,
   title: str = '',
 ) -> None:
-  """Writes the picture that `draw` makes as a PNG file.
+  """Writes a PNG file with the picture that `draw` makes.
 
   Args:
     metrics_path: the file metrics.jsonl of a run.

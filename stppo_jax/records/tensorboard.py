@@ -39,7 +39,8 @@ class EventFile:
     Args:
       folder: the folder to name in `tensorboard --logdir`.
       purge_step: TensorBoard ignores the events of this step and of later
-        steps in earlier files of the folder; None: it reads all events.
+        steps in earlier files of the folder; None: TensorBoard reads all
+        events.
 
     Raises:
       OSError: the file cannot be written.

@@ -47,8 +47,8 @@ def turn_records(
         `value` is absent without a value model.
       turn_ratio: the ratio of the turn.
       clipped: the indices of the tokens whose gradient is cut.
-      weight: for each token, the multiplier of the corrections. `weight` is
-        absent if all multipliers are 1.
+      weight: for each token, the factor of its policy term, from corrections
+        and normalisation. `weight` is absent if all factors are 1.
   """
   records = []
   start = len(trajectory.prompt_ids)

@@ -33,7 +33,7 @@ Experiment = Any
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-  """The description of a run that a tracker gets.
+  """The description of a run for a tracker.
 
   Attributes:
     title: the name of the run.

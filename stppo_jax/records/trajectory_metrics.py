@@ -39,8 +39,10 @@ class Failures:
     action: the action with the largest share of failed turns; '' if no turn
       failed.
     turns, failed_turns: the number of turns with this action that needed an
-      answer of the environment, and the number of such turns that failed.
-    cause: one line on the first failure; '' if its cause is not known.
+      answer of the environment, and the number of such turns that failed. If
+      `action` is INVALID, `turns` counts the turns with any action.
+    cause: one line on the first failed trajectory whose cause is known; '' if
+      no cause is known.
   """
 
   rows: int
@@ -52,7 +54,7 @@ class Failures:
 
   @property
   def fraction(self) -> float:
-    """The larger of two shares: of failed trajectories and of failed turns.
+    """The share of failed trajectories or of failed turns, the larger of both.
 
     The share of turns counts too, because many trajectories that never search
     must not hide that every search fails.

@@ -90,7 +90,8 @@ def repeated(
     OtherRun: the run to repeat has another config. The message has a line for
       each key that differs.
     Misconfigured: the folder of the run to repeat has no file of the first
-      step or has a damaged file, or that run evaluates at other steps.
+      step, or has a damaged file. Also raised if the run to repeat evaluates at
+      other steps than this run.
   """
   if not config.rollout.replay_order:
     return None

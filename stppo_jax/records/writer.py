@@ -93,11 +93,11 @@ class Writer:
     """Removes lines and dialogues of later steps, before a run resumes.
 
     Call this before the first `write` of a resumed run. The first host does the
-    work for all hosts. From metrics.jsonl, it removes an incomplete last line
-    and the lines of steps after `step`. If anything was written after the
-    newest checkpoint, it first copies metrics.jsonl to a new folder and moves
-    the dialogues after the checkpoint there, because the resumed run may write
-    something else for these steps.
+    work for all hosts. If anything was written after the newest checkpoint,
+    this host copies metrics.jsonl to a new folder, and moves the dialogues of
+    steps after the checkpoint to the new folder, because the resumed run may
+    write something else for these steps. Then the host removes from
+    metrics.jsonl an incomplete last line, and the lines of steps after `step`.
 
     Args:
       step: the last step whose line is kept.
@@ -255,7 +255,7 @@ class Writer:
 
     The first error of each sink is logged.
     """
-    # Every error is caught, so that a line that is lost never ends the run.
+    # Every error is caught, so that a lost line never ends the run.
     try:
       call()
     except Exception as error:

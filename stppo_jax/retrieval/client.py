@@ -24,8 +24,8 @@ from stppo_jax.retrieval import replies
 _MAX_CONCURRENT_REQUESTS = 16
 _LATENCIES_KEPT = 65536
 _CACHED_BYTES = 64 << 20  # the most bytes that cached answers take
-# If one of its queries may have made a request fail, the request is divided
-# into this many smaller requests.
+# If a query may have made its request fail, the request is divided into this
+# many smaller requests.
 _SPLIT = 4
 
 # The statuses of a server that is ready. A server without a health endpoint

@@ -2,8 +2,8 @@
 
 `DIALECTS` has a `Dialect` for each protocol; both the client and the server use
 it. A new protocol needs a new `Dialect`. If the passages in its replies have a
-new form, it also needs a function that reads a passage and a function that
-writes a passage. This module checks the types of a reply's fields, and
+new form, the protocol also needs a function that reads a passage and a function
+that writes a passage. This module checks the types of a reply's fields, and
 `replies.clean` bounds their values.
 """
 

@@ -50,7 +50,8 @@ class Retriever(Protocol):
 
     Args:
       query: the query that the policy wrote, neither empty nor too long.
-      corpus: the corpus to search, `Question.corpus`; '' is the server's own.
+      corpus: the corpus to search, `Question.corpus`; '' for the corpus of the
+        server.
 
     Raises:
       RetrievalError: if the query and all its retries fail because of the

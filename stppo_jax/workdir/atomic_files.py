@@ -9,7 +9,7 @@ def replace(path: pathlib.Path, data: bytes) -> None:
   """Writes a file, or replaces an earlier file as a whole.
 
   The data are written to another file in the same folder, which is then
-  renamed. So a process that is killed here leaves the old file or the new one.
+  renamed. So a process that is killed here leaves the old or the new file.
 
   Raises:
     OSError: writing failed; the old file is unchanged.
@@ -43,7 +43,7 @@ def append(path: pathlib.Path, data: bytes) -> None:
 
 
 def refusal(folder: pathlib.Path) -> str:
-  """Returns why files cannot be written in a folder; '' if they can.
+  """Returns why a folder is not writable; '' if it is writable.
 
   The function tries to write a file. To look at permissions would not be
   enough: the superuser has all permissions, but cannot write to /proc.

@@ -110,7 +110,7 @@ def opened(place: str) -> pathlib.Path:
   """Returns the folder of a run or a model; downloads it from a bucket first.
 
   The downloaded folder of a run lacks dialogues and the arrays of checkpoints;
-  `run_folder.address` returns the address from which these can be read. The
+  `run_folder.address` returns the address where the bucket has these files. The
   downloaded folder of a run is deleted when the process ends.
 
   Raises:

@@ -224,9 +224,9 @@ def holder(folder: pathlib.Path) -> tuple[Holder, bool | None] | None:
   """Returns the holder of a folder's lock, without taking the lock.
 
   Returns:
-    None if there is no lock, or if its file names no process. Otherwise the
-    holder, and whether its process runs, which is None for a process of another
-    host.
+    The holder and whether its process runs, as a pair. The second value is None
+    if the process belongs to another host. Instead of the pair, the result is
+    None if there is no lock, or if the file of the lock names no process.
   """
   try:
     with open(folder / NAME, encoding='utf-8') as file:
@@ -349,9 +349,9 @@ def _is_at(file: TextIO, path: pathlib.Path) -> bool:
 def _write(file: TextIO) -> Holder:
   """Writes this process into the file as the holder, and returns the holder.
 
-  If two hosts take the lock over at once, the later write stays in the file. So
-  the result is the holder that this host wrote, and the file is not read: the
-  host whose holder was overwritten learns of its loss from `Claim.check`.
+  If two hosts take the lock over at once, the later write stays in the file.
+  This function does not read the file again. So the host whose holder was
+  overwritten learns only from `Claim.check` that it has lost the lock.
   """
   holder = Holder.of_this_process()
   file.seek(0)

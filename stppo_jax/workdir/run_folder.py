@@ -34,8 +34,8 @@ _RUNS = ('train', 'sft', 'prefer')  # the commands that can write to a bucket
 IDENTITY, _EXPORTED = 'run.json', 'export.json'
 MARKS = IDENTITY, _EXPORTED
 ASIDE = 'aside-'
-# The names of probe files begin with this. The first host writes such a file,
-# by which `agreement` checks that all hosts see the same folder.
+# The names of probe files begin with this word. The first host writes such a
+# file, by which `agreement` checks that all hosts see the same folder.
 PROBE = 'probe-'
 # If a folder of this machine stands for a folder in a bucket, this file in it
 # contains the address of the folder in the bucket.
@@ -216,7 +216,7 @@ def _relation(path: pathlib.Path, other: pathlib.Path) -> str:
 
 
 def command_of(folder: pathlib.Path) -> str:
-  """Returns the command of this program that wrote a folder; '' if none did.
+  """Returns which command of this program wrote a folder; '' for no command.
 
   A run of an earlier version has no run.json and is known by its config.json.
   """

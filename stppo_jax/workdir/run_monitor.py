@@ -90,7 +90,7 @@ class Watch:
 
     Args:
       folder: the run's folder.
-      host: the number of this host.
+      host: the index of this host.
     """
     return self._watchdog.watching(folder / 'stacks' / f'host{host}')
 
@@ -147,8 +147,8 @@ class Watch:
       try:
         request.unlink(missing_ok=True)
       except OSError as error:
-        # No trace begins, because the request stays in the folder, and every
-        # later step would be traced, too.
+        # A request that cannot be removed is ignored. Otherwise every later
+        # step would be traced, too.
         _log.warning('cannot remove the request for a trace: %s', error)
       else:
         self._begin_trace(step)

@@ -36,13 +36,13 @@ _log = logging.getLogger(__name__)
 # change.
 _IDENTITY = ('command', 'batch_sha256')
 # A run has begun when its folder has one of these files. Before that, the user
-# may correct the config, for example if its weights did not fit.
+# may change any key of the config.
 _PRODUCTS = (
   *('start/policy', 'start/metrics.jsonl', 'start/*.safetensors'),
   *('metrics.jsonl', 'checkpoints/*'),
 )
 START = 'start/policy'  # the directory of a start that a run makes
-# The keys of files below data.root.
+# The config keys that name files below data.root.
 _DATA = ('data.train', 'data.evaluation', 'data.corpus')
 _FILES = 'files.json'
 _ABSENT = '(absent)'
@@ -103,8 +103,8 @@ def record_config(
 ) -> None:
   """Records the config, its files and the id of a run that starts or resumes.
 
-  The folder is made if it is missing. If keys have changed that may change, the
-  new values are recorded.
+  The folder is made if it is missing. If keys that may change have new values,
+  the new values are recorded.
 
   Args:
     config: the nested config, without references. Python's JSON must be able to
@@ -387,7 +387,7 @@ def _refusal(key: str, ours: Any, theirs: Any, workdir: pathlib.Path) -> str:
 
 
 def _note_changes(changes: _Changes, workdir: pathlib.Path) -> None:
-  """Records each change, with the step of the newest checkpoint before it."""
+  """Records each change, and the step of the newest checkpoint."""
   newest = run_folder.newest_step(workdir)
   lines = [
     {'after_step': newest, 'key': key, 'from': theirs, 'to': ours}

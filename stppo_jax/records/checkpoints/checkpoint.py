@@ -210,7 +210,7 @@ class Checkpointer:
         arrays, with the structure of the state and the sharding of each leaf.
       subtree: the dotted path of a subtree of the state, such as
         'policy.params'. Only this subtree is read; '' reads the whole state.
-        Only for a read-only checkpointer that never reads whole states.
+        Subtrees need a read-only checkpointer that reads nothing but subtrees.
       step: the step to restore. None restores the newest valid step.
 
     Returns:

@@ -28,7 +28,7 @@ def fingerprints(arrays: list[jax.Array]) -> list[int]:
 # for more.
 @jax.jit
 def begin(arrays: list[jax.Array]) -> jax.Array:
-  """Returns an array of the fingerprints, which the devices still compute."""
+  """Returns a fingerprint for each array; the devices may still compute it."""
   return jnp.stack([_fingerprint(x) for x in arrays])
 
 
@@ -62,7 +62,9 @@ def kind(leaf: Any) -> dict[str, Any]:
 
 
 def difference(saved: dict[str, dict], wanted: dict[str, Any]) -> str:
-  """Returns a message about the first leaf, by name, that differs, or ''.
+  """Returns a message about the first leaf that differs; '' if none differs.
+
+  The leaves are compared in the order of their names.
 
   Args:
     saved: name of a leaf to the result of `kind`, as in a manifest.

@@ -76,9 +76,10 @@ def read(path: epath.Path | pathlib.Path, step: int) -> dict[str, Any]:
 
 
 def other_run(manifest: Mapping[str, Any], run: run_folder.Run | None) -> str:
-  """Returns a text about the other run that saved a step, or ''.
+  """Returns a text that names the run that saved a step, or ''.
 
-  '' means that the run of the workdir saved the step.
+  The result is '' if the run of the workdir saved the step, or if this cannot
+  be known because there are no ids to compare.
 
   Args:
     manifest: the manifest of the step.

@@ -2,9 +2,9 @@
 
 Orbax reads and writes leaves concurrently. When a leaf fails, for example on a
 full disk or in a damaged checkpoint, Orbax raises the error and also logs it.
-It drops the tasks of the other leaves. Python then reports each dropped task,
-and TensorStore reports that it cannot deliver its results to them. Hundreds of
-lines of tracebacks would bury the one line that names the cause.
+Orbax drops the tasks of the other leaves. Python then reports each dropped
+task, and TensorStore reports that it cannot deliver results to dropped tasks.
+Hundreds of lines of tracebacks would bury the one line that names the cause.
 
 The last error that Orbax has logged is kept. If several hosts save, the host
 whose part has failed finds the error here long before Orbax raises it.
@@ -34,8 +34,8 @@ def hide_repeated() -> None:
   """Hides the reports of errors that Orbax also raises.
 
   The function changes the loggers of absl and asyncio, and the hook for
-  exceptions that Python ignores. All other errors are still reported. More
-  calls of the function change nothing more.
+  exceptions that Python ignores. All other errors are still reported.
+  Further calls of the function change nothing.
   """
   # `addFilter` does not add the same filter twice.
   logging.getLogger('absl').addFilter(_is_not_logged_by_orbax)
@@ -60,9 +60,9 @@ def cause(error: Exception) -> str:
 def _is_not_logged_by_orbax(record: logging.LogRecord) -> bool:
   """Returns False for the log records of Orbax that nobody needs.
 
-  These are tracebacks, warnings that a folder is read-only although it is only
-  opened for reading, and the advice to save less often. Orbax gives this advice
-  because it counts the time that a run waits for its last save.
+  These are tracebacks, warnings about folders that are meant to be read-only,
+  and the advice to save less often. Orbax gives this advice because it measures
+  how long a run waits for its last save.
   """
   if _ORBAX not in record.pathname:
     return True

@@ -2,7 +2,7 @@
 
 The devices compute the fingerprints of a manifest while threads write the save.
 To compute them takes as long as reading the whole state. A run that waited for
-the fingerprints would lose more time than with all the rest of a save.
+the fingerprints would lose more time by this wait than by the rest of a save.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ from orbax.checkpoint import future
 
 from stppo_jax.records.checkpoints import manifest as manifest_lib
 
-# Replicas share the writing of an array only if it has at least so many bytes.
-# Each array shape that is split needs a compiled program, and compiling takes
-# longer than writing a small array.
+# Replicas share the writing of an array only if the array has at least this
+# many bytes. Each array shape that is split needs a compiled program, and
+# compiling takes longer than writing a small array.
 _LEAST_BYTES_SHARED = 2**20
 
 

@@ -38,9 +38,9 @@ class PendingSave:
     seconds: the seconds that the last completed save took; 0 before the first
       save.
     saved: the step of the last completed save; 0 before the first save.
-    cannot_end: whether nothing may wait for the save, because this host's part
-      has failed while Orbax waits for the parts of other hosts, or because the
-      bucket is out of reach. Closing Orbax's manager would then wait, too.
+    cannot_end: True if this host's part has failed while Orbax waits for the
+      parts of other hosts, or if the bucket is out of reach. A call that waits
+      for the save, or that closes Orbax's manager, would then be blocked.
   """
 
   def __init__(self, num_hosts: int = 1):

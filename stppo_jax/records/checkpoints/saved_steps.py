@@ -34,7 +34,7 @@ class SavedStep:
 
 
 def find(workdir: pathlib.Path) -> list[SavedStep]:
-  """Returns the checkpoints of a run in order, also those set aside.
+  """Returns a run's checkpoints in order, including checkpoints set aside.
 
   Arrays are not read. The module `verification` checks whether arrays are
   intact.

@@ -46,7 +46,7 @@ class DenseOptions:
 
 
 def add_bm25(folder: index_folder.IndexFolder, *, k1: float, b: float) -> bool:
-  """Adds a BM25 part to a folder; returns False if the folder had it."""
+  """Adds a BM25 part to a folder; False if the folder had one already."""
   return folder.add_part(
     'bm25',
     {'k1': k1, 'b': b},
@@ -59,7 +59,7 @@ def add_dense(
   encoder_directory: str | os.PathLike[str],
   options: DenseOptions,
 ) -> bool:
-  """Adds the vectors of all passages; returns False if the folder had them.
+  """Adds the vectors of all passages; False if the folder had them already.
 
   Raises:
     ValueError: if the directory holds no encoder, or the folder has vectors
@@ -99,8 +99,8 @@ def open_index(
       given, else with the dense part.
     encoder_directory: the directory of the encoder; '' for BM25, which needs no
       encoder.
-    faiss_file: an index of FAISS, with the vectors of the folder's passages in
-      the order of the passages.
+    faiss_file: a file in which FAISS has written an index of the folder's
+      passages, in the order of the passages; '' without FAISS.
     query_prefix: the text that the encoder expects in front of queries. Only
       FAISS needs this argument, because a dense part stores its own prefix.
 

@@ -6,7 +6,7 @@ the products of all passages.
 
 Shape letters: P passages of the corpus, D width of a vector. Arrays with axes
 of queries, found passages or tiles have no suffix; docstrings give their
-shapes. A *row* is the number of a passage in the corpus, and of its vector.
+shapes. A *row* is the index of a passage in the corpus, and of its vector.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -230,7 +230,7 @@ def read_encoder(directory: pathlib.Path, config: EncoderConfig) -> Encoder:
     values = values.T if transposed else values
     if values.shape != leaf.shape:
       raise ValueError(
-        f'{directory}: {name} is {list(values.shape)}, expected '
+        f'{directory}: {name} has shape {list(values.shape)}, expected '
         f'{list(leaf.shape)}'
       )
     return jnp.asarray(np.asarray(values, np.float32))
@@ -261,7 +261,7 @@ _LAYER_NAMES: Mapping[str, str] = {
 
 
 def _name(path: tuple) -> tuple[str, bool]:
-  """Returns a leaf's tensor name in the file, and whether to transpose it."""
+  """Returns the name of a leaf's tensor, and whether it must be transposed."""
   *place, leaf = path
   suffix = 'bias' if leaf == 'bias' else 'weight'
   if place[0] == 'layers':

@@ -234,7 +234,8 @@ def building(
 
   Args:
     path: the folder.
-    waits: a function that is called if this process has to wait for another.
+    waits: a function that is called if this process has to wait for another
+      process.
   """
   pathlib.Path(path).mkdir(parents=True, exist_ok=True)
   folder = os.open(path, os.O_RDONLY)
