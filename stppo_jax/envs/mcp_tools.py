@@ -59,7 +59,7 @@ class McpTool:
 
 
 def connect(address: str, *, timeout: float) -> list[McpTool]:
-  """Returns the tools of a server; the list of them is cached.
+  """Returns the tools of a server; the list is cached.
 
   Args:
     address: http://... or https://..., or a command such as 'python server.py'.

@@ -18,7 +18,7 @@ ACCEPTED_AT_ONCE = 32
 
 
 def bounded_by_descriptors(max_connections: int) -> int:
-  """Returns the limit of connections, at most half of the file descriptors.
+  """Returns the lesser of `max_connections` and half of the descriptors.
 
   The other half of the process's file descriptors is for files, and for new
   connections that are accepted before idle connections are closed.

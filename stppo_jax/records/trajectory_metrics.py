@@ -157,7 +157,7 @@ def measure_groups(
 def measure_staleness(
   trajectories: Sequence[types.Trajectory], step: int
 ) -> dict[str, float]:
-  """Returns the age of turns in steps, and the number of policies per dialogue.
+  """Returns how old turns are, in steps, and how many policies a dialogue has.
 
   Args:
     trajectories: the trajectories, whose turns have versions of the policy.
@@ -255,8 +255,9 @@ def record(
   Args:
     trajectory: the trajectory.
     tokenizer: the tokenizer that decodes the trajectory.
-    details: the token values of some trajectories, which may include this one.
-    row: the row of this trajectory in the details.
+    details: the token values of some trajectories, one row for each; None if no
+      trajectory has token values.
+    row: the row of this trajectory; `details` may lack this row.
 
   Returns:
     A dict with id, question, golden_answers, data_set, options of a choice

@@ -110,10 +110,10 @@ def repeated(
     every = theirs['evaluate']['every']
     if config.evaluate.every != every:
       # An evaluation waits for all dialogues. If this run evaluated at other
-      # steps, some dialogues would wait for weights that are made only after
-      # the evaluation.
+      # steps than that run, some dialogues would wait for weights that are made
+      # only after the evaluation.
       problem = (
-        f'its run has evaluate.every={every}, but this run has '
+        f'the run there has evaluate.every={every}, but this run has '
         f'{config.evaluate.every}'
       )
   if problem:

@@ -26,7 +26,7 @@ def replace(path: pathlib.Path, data: bytes) -> None:
 
 
 def append(path: pathlib.Path, data: bytes) -> None:
-  """Appends data to a file as a whole, or not at all.
+  """Appends all of the data to a file, or nothing.
 
   Raises:
     OSError: writing failed; the file is unchanged.

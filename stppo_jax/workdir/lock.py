@@ -328,7 +328,7 @@ def _now(folder: pathlib.Path) -> float:
 
 
 def _flock(file: TextIO) -> bool:
-  """Locks the file with `flock`; returns False if another process has it.
+  """Locks the file with `flock`; returns False if another process locked it.
 
   The result is True on a file system without such locks.
   """
@@ -371,7 +371,7 @@ def _boot() -> str:
 
 
 def _read(file: TextIO) -> Holder | None:
-  """Returns the holder that a lock file names; None if it names none."""
+  """Returns the holder that a lock file names; None if it names no process."""
   try:
     holder = Holder(**json.loads(file.read()))
   except (ValueError, TypeError, RecursionError):

@@ -174,9 +174,9 @@ def file_problems(
 def _others(folder: pathlib.Path) -> list[str]:
   """Returns the names in a folder, without leftovers of a killed start.
 
-  A start that was killed early may leave its lock, a test file, an incomplete
-  run.json, the file with an address, compiled programs, and folders of files
-  that it moved aside.
+  A start that was killed early may leave its lock, a probe file, an incomplete
+  run.json, the file `ADDRESS`, compiled programs, and folders of files that the
+  start moved aside.
   """
   names = os.listdir(folder) if folder.is_dir() else []
   return sorted(
@@ -188,7 +188,7 @@ def _others(folder: pathlib.Path) -> list[str]:
 
 
 def address(folder: pathlib.Path) -> str:
-  """Returns the address in a bucket that a folder stands for; '' if none.
+  """Returns the address in a bucket that a folder stands for, or ''.
 
   The folder may lie inside the folder that has the file `ADDRESS`.
   """

@@ -129,7 +129,7 @@ class Watch:
     self._heartbeat.end(exit_code)
 
   def begin_step(self, step: int) -> None:
-    """Begins or ends a trace if that is due, and begins the span of a step.
+    """Begins or ends a trace if needed, and begins the span of a step.
 
     Args:
       step: the number of the step that begins, counted from 1.

@@ -92,8 +92,8 @@ def check_prompts(workdir: pathlib.Path) -> None:
   if path.is_file() and _has_begun(workdir) and 'prompt' not in _read(path):
     raise OtherRun(
       f'prompt.bos=auto: would put a bos_token before prompts, but the run in '
-      f'{workdir} was begun by a version that put none; to resume it without '
-      f'the token: --config.prompt.bos=off {_ALLOW}=prompt.bos'
+      f'{workdir} was begun by a version that put no token; to resume the run '
+      f'without the token: --config.prompt.bos=off {_ALLOW}=prompt.bos'
     )
 
 
@@ -162,9 +162,9 @@ def check_checkpoints(workdir: pathlib.Path) -> None:
   """Checks that the checkpoints of a run exist.
 
   Raises:
-    CheckpointsMissing: the folder of checkpoints is empty, although the run has
-      saved a checkpoint, or is missing, although the run has written metrics.
-      The folder of checkpoints is made before the first metrics are written.
+    CheckpointsMissing: the folder of checkpoints is empty although the run has
+      saved a checkpoint. Or the folder is missing although the run has written
+      metrics, and a run makes the folder before it writes metrics.
   """
   folder, run = workdir / 'checkpoints', run_folder.read(workdir)
   if folder.is_dir():
@@ -200,7 +200,7 @@ def made_start(workdir: pathlib.Path) -> pathlib.Path | None:
 
 
 def with_start(config, workdir: pathlib.Path):
-  """Returns the config with the start that the run has made as `model.path`.
+  """Returns the config, with `model.path` set to the start that the run made.
 
   If the run does not make its start, the config is returned unchanged.
 
@@ -266,8 +266,8 @@ def _compare(
     if known.get(name, ours) != ours
   }
   lines += [
-    f'{name}: changed since the run in {workdir} was started; bring it back, '
-    f'use another --workdir, or allow it: {_ALLOW}={_key(name)}'
+    f'{name}: changed since the run in {workdir} was started; undo the change, '
+    f'use another --workdir, or allow the change: {_ALLOW}={_key(name)}'
     for name in changed
     if not _is_in(_key(name), allowed)
   ]
@@ -379,7 +379,7 @@ def _differences(config, recorded) -> _Changes:
 def _refusal(key: str, ours: Any, theirs: Any, workdir: pathlib.Path) -> str:
   """Returns the line which says that a key must not change, and what to do."""
   ours, theirs = ("''" if x == '' else x for x in (ours, theirs))
-  advice = '' if _is_fixed(key) else f', or allow it: {_ALLOW}={key}'
+  advice = '' if _is_fixed(key) else f', or allow the change: {_ALLOW}={key}'
   return (
     f'{key}={ours}: the run in {workdir} was started with {theirs}; use '
     f'another --workdir{advice}'

@@ -321,7 +321,7 @@ class Checkpointer:
       expected = manifest['leaves'][name]['fingerprint']
       if number != expected:
         raise _Damaged(
-          f'{name}: fingerprint {number}, but {expected} when it was saved'
+          f'{name}: fingerprint {number}, but {expected} in the manifest'
         )
     treedef = jax.tree.structure(abstract_state)
     return jax.tree.unflatten(treedef, leaves), manifest['host']
@@ -333,7 +333,7 @@ class Checkpointer:
     except manifest_lib.NewerSchema as error:
       raise manifest_lib.NewerSchema(
         f'{self._folder}: step {step} is {error}; nothing was changed: resume '
-        'with the version that saved it, or a later one'
+        'with the version that saved the step, or with a later version'
       ) from error
     except ValueError as error:
       if isinstance(error.__cause__, PermissionError):
@@ -341,10 +341,10 @@ class Checkpointer:
       raise _Damaged(f'{manifest_lib.FILE}: {error}') from error
 
   def _attempt(self, read: Callable[[], Any]) -> Any:
-    """Returns `read()`; raises `_Damaged` everywhere if a process fails.
+    """Returns `read()`; raises `_Damaged` on all processes if one finds damage.
 
     All processes must set the same step aside and restore the same older step,
-    or they would wait in different collectives. So they exchange their results.
+    or they would wait in different collectives. So all exchange their results.
     """
     # A damaged file can make its readers raise any error. An error that is no
     # evidence of damage (no memory, no permission) is raised unchanged.

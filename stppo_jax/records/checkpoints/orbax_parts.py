@@ -96,7 +96,7 @@ class ManifestRestore(ocp.args.CheckpointArgs):
 def checked(
   folder: epath.Path, check: Callable[[], None]
 ) -> type[ocp.path.atomicity_types.TemporaryPath]:
-  """Returns a class of temporary folders that are committed after a check.
+  """Returns a class of temporary folders, each committed only after `check`.
 
   Args:
     folder: the folder of the checkpoints. Whether it is on a disk or in a

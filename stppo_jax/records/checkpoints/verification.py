@@ -57,9 +57,7 @@ def problems(
         kind['fingerprint'],
       )
       if number != expected:
-        changed[name] = (
-          f'fingerprint {number}, but {expected} when it was saved'
-        )
+        changed[name] = f'fingerprint {number}, but {expected} in the manifest'
   return [_shortened(each) for each in (unreadable, changed) if each]
 
 

@@ -129,8 +129,8 @@ class Bm25Index:
       )
     if saved.scores['num_docs'] != len(passages):
       raise ValueError(
-        f'{folder}: an index of {saved.scores["num_docs"]} passages, but there '
-        f'are {len(passages)}'
+        f'{folder}: an index of {saved.scores["num_docs"]} passages, but the '
+        f'corpus has {len(passages)}'
       )
     # Indexing a memmap is slow; indexing a plain view of its memory is not.
     for name in ('data', 'indices', 'indptr'):
