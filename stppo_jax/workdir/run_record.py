@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 # change.
 _IDENTITY = ('command', 'batch_sha256')
 # A run has begun when its folder has one of these files. Before that, the user
-# may change any key of the config.
+# may change any key of the config, for example if the weights did not fit.
 _PRODUCTS = (
   *('start/policy', 'start/metrics.jsonl', 'start/*.safetensors'),
   *('metrics.jsonl', 'checkpoints/*'),

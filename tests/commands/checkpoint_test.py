@@ -146,7 +146,7 @@ _DAMAGE = {
     lambda run: _manifest(run, 4).unlink(),
     'manifest/metadata: No such file or directory',
   ),
-  'other leaf': (_edit, r'params\.w: fingerprint \d+, but \d+ when it was '),
+  'other leaf': (_edit, r'params\.w: fingerprint \d+, but \d+ in the man'),
   'other run': (
     lambda run: _edit(run, run_id='theirs'),
     'manifest/metadata: of the run theirs, but the run of this workdir is mine',
