@@ -239,8 +239,8 @@ def test_what_the_page_says_of_long_turns():
     for arm in ('turn_ppo', 'token_ppo')
   )
   assert (
-    f'KL of {turn} in place of {token} per turn, and of {turn_alike} in place '
-    f'of {token_alike} per token'
+    f'KL of {turn} in place of {token} in the group per turn, and of '
+    f'{turn_alike} in place of {token_alike} in the group per token'
   ) in _WORDS
 
 
