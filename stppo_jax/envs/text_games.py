@@ -25,7 +25,7 @@ Status = types.TrajectoryStatus
 
 # The number of games that are kept in memory, because the trajectories of a
 # group share a game.
-_KEPT_GAMES = 1024
+_KEPT_GAMES = 4096
 
 # The number of states of games that are kept in memory, each with the commands
 # that a demonstrator can choose from.

@@ -40,7 +40,10 @@ def texts() -> dict[str, str]:
     name: importlib.import_module(module).get_config()
     for name, module in {
       **modules,
-      **{name: f'studies.{name}' for name in ('collapse', 'critic', 'gpu')},
+      **{
+        name: f'studies.{name}'
+        for name in ('collapse', 'critic', 'game_critic', 'gpu')
+      },
     }.items()
   }
   for name in SIZED:
