@@ -306,7 +306,7 @@ GONE = {
 
 
 def earlier() -> dict[str, Any]:
-  """Maps keys that old records may lack to old runs' values, in JSON form."""
+  """Maps newer keys to the values with which older runs behaved, as JSON."""
   values = {
     name: key.before for name, key in KEYS.items() if key.before is not None
   }

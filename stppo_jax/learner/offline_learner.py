@@ -29,7 +29,7 @@ class OfflineLearner:
 
   Attributes:
     policy: the policy without adapters.
-    numbers: the runtime numbers of the optimiser.
+    numbers: the hyperparameters of the optimiser, inputs of the program.
   """
 
   def __init__(
@@ -91,7 +91,7 @@ class OfflineLearner:
         frozen arrays.
       minibatch: this host's rows, as numpy arrays.
       inputs: the inputs of the loss beside weights and rows.
-      numbers: runtime numbers of the optimiser; None means `self.numbers`.
+      numbers: the optimiser's hyperparameters; None means `self.numbers`.
 
     Returns:
       The new state, and the metrics.

@@ -1,4 +1,4 @@
-"""Optimisers with their learning rate and weight decay as runtime numbers.
+"""Optimisers whose learning rate and weight decay are inputs of a program.
 
 The order of a step is always: a correction of the gradient if the algorithm has
 one, the clip of the global norm, the direction, and the weight decay. AdamW
@@ -28,8 +28,8 @@ class Hyperparameters(NamedTuple):
     learning_rate: the learning rate after the warm-up.
     warmup_updates: the number of updates over which the learning rate rises
       linearly from 0.
-    weight_decay: as in AdamW, a step subtracts from each weight the product of
-      learning rate, weight decay and the weight.
+    weight_decay: the decay of AdamW; a step subtracts from each weight the
+      product of learning rate, weight decay and the weight.
     max_grad_norm: the global norm to which a gradient is clipped.
     skip_grad_norm: the global norm above which the update is skipped.
   """
@@ -44,7 +44,7 @@ class Hyperparameters(NamedTuple):
 def from_config(
   section: Mapping[str, Any],
 ) -> tuple[Optimizer, Hyperparameters]:
-  """Returns the optimiser of a config section, and its runtime numbers.
+  """Returns the optimiser of a config section, and its hyperparameters.
 
   Args:
     section: the fields of `Hyperparameters`, a key of `OPTIMIZERS` as `name`,

@@ -81,7 +81,7 @@ def by_length(
 
 @options_lib.dataclass
 class ByReward(Fixed):
-  """Options of `by_reward`; the factor f is within `strength` of 1."""
+  """Options of `by_reward`, whose factor f is within `strength` of 1."""
 
   strength: float = options_lib.number(at_most=1.0)
 

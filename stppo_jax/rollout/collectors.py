@@ -1,9 +1,8 @@
 """Lets some hosts only collect while others learn (`mesh.collectors`).
 
-A host that only collects has a prefetcher, like every host of a run without
-such hosts (see `prefetch`). But the weights come over the network (`follow`).
-On the hosts that learn, `Collectors` takes the place of the prefetcher. A host
-that learns sends these messages:
+A host that only collects has a prefetcher (see `prefetch`), and gets the
+weights over the network (`follow`). On the hosts that learn, `Collectors` takes
+the place of the prefetcher. A host that learns sends these messages:
 
     {"base": ...}                the frozen weights under adapters, sent first
     {"weights": 7, ...}          the policy after 7 steps
@@ -13,9 +12,9 @@ that learns sends these messages:
 The hosts that collect send back the dialogues of a step once the step is
 complete. They collect a step only when the weights from `steps_ahead` steps
 before that step have arrived, which bounds the number of steps that wait to be
-trained on. Each host that learns gets the dialogues of the questions that it
-would collect itself if no host only collected. So the batches do not depend on
-the number of hosts that collect.
+trained on. Each host that learns gets the dialogues of its share of the
+questions. The shares depend only on the number of hosts that learn. So the
+batches do not depend on the number of hosts that collect.
 """
 
 from collections.abc import Callable, Sequence

@@ -317,8 +317,8 @@ class Lane:
     """
     size = self._driver.batch_rows
     rows = [row for row in self._generating.values() if self._fits(row)]
-    # A call uses weights of one version. Rows without a chunk in flight choose
-    # the version first, so that each version gets its calls.
+    # A call uses weights of one version: that of the first row without a chunk
+    # in flight, so that each version gets its calls.
     first = [row for row in rows if not row.in_flight] or rows
     rows = [row for row in rows if row.weights is first[0].weights]
     if size == self._driver.slots:

@@ -5,7 +5,7 @@
 A thread replaces the file every few seconds, and sooner when a field has
 changed, but at most once a second. If the time in the file is old, the process
 has ended or is out of reach. The last write adds the exit code. Other programs
-that read the file need only the names of its fields.
+can read the file as JSON, without this package.
 """
 
 from collections.abc import Callable, Iterator, Sequence
