@@ -153,7 +153,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           # If the passages of its search contain a golden answer, and no
           # passages of earlier searches did.
           'turn_first_found': 0.0,
-          # Times the number by which the observation after the turn raises the
+          # Multiplied by how much the observation after the turn raises the
           # probability of the first golden answer. The probabilities come from
           # the policy that is about to be updated, also with
           # rollout.steps_ahead. They cost up to max_turns + 1 forward passes

@@ -69,9 +69,8 @@ DEFAULTS = {
       'power_negative': 3.0,
       'decay_negative': 2.0,
     },
-    # Of the tokens whose covariance of advantage and log-probability is between
-    # least and most, random tokens are cut, as many as this share of the policy
-    # tokens.
+    # `share` of the policy tokens are cut. They are drawn from the tokens whose
+    # covariance of advantage and log-probability is between `least` and `most`.
     'clip_cov': {'share': 2e-4, 'least': 1.0, 'most': 5.0},
     # This share of the policy tokens, with the highest covariance, gets a
     # penalty coefficient * |log r|.

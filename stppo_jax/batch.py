@@ -74,8 +74,8 @@ class TokenBatch:
       results at all positions.
     expert_ids: int [B, L, layers, E], the experts that the policy must visit in
       an update (routing replay). At a negative id the policy's router chooses.
-      The sampler's experts come with the packed batch; the old policy's experts
-      come from `annotate`. None lets the router choose everywhere.
+      `rollout.pack` sets the sampler's experts, and `annotate` sets the old
+      policy's experts. None lets the router choose everywhere.
     staleness_BL: int32, by how many training steps the policy that wrote the
       token's turn is behind the present policy; 0 at tokens that the policy did
       not write. None if one policy wrote all turns of the step, and after

@@ -149,7 +149,7 @@ def updating(
 
 
 def sizes(batch: Any) -> tuple[Any, Any]:
-  """Returns the numbers of tokens and of loss tokens of trajectories or pairs.
+  """Returns how many tokens and loss tokens each trajectory or pair has.
 
   Args:
     batch: a `TokenBatch`, a `PairBatch` or `forward.Inputs`, of traced or numpy

@@ -29,7 +29,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # of 1536 gives windows of 96 columns, which fill a third of the matrix
     # unit. By the compiler's estimate, an update of a 1.5B model on 16 chips
     # takes half the time without windows. Without windows, the compiler gathers
-    # each matrix during the product before.
+    # each matrix during the preceding product.
     'xla_jf_spmd_threshold_for_windowed_einsum_mib': 1_000_000,
   },
 }

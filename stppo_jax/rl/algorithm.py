@@ -51,9 +51,9 @@ class Algorithm(options.Options):
   def conflicts(ratio, objective, advantage, kl, **_):
     clips = ('pessimistic', 'dual_clip')
     if ratio['normalize'] == 'guard' and objective['name'] not in clips:
-      # The guard divides the loss terms by a factor that it has brought into
-      # the gradient of the ratio. So the gradient of the objective must flow
-      # through the ratio, as in the objectives of `clips`.
+      # The guard multiplies the log-ratio, and so the ratio's gradient, by a
+      # scale, and divides the loss terms by the same scale. So the gradient of
+      # the objective must flow through the ratio, as in those of `clips`.
       rule = "'none' when objective.name is neither " + ' nor '.join(clips)
       yield 'ratio.normalize', ratio['normalize'], rule
     name = advantage['name']

@@ -1,7 +1,7 @@
 """The policy loss, built from an algorithm, and the value loss.
 
-B trajectories, L tokens. The policy loss of a microbatch, with the aggregate's
-count of the whole minibatch:
+B trajectories, L tokens. The policy loss of a microbatch, where count is the
+aggregate's divisor for the whole minibatch:
 
   policy = sum_l a_l s_l term_l / count
   loss   = policy + kl_coefficient * kl - entropy_coefficient * entropy

@@ -74,7 +74,7 @@ def parse(
   """
   errors = command_line.parse(flags, argv, required=('batch',)).errors
   if required and not flags[required].value:
-    # In FILE.py:ALGORITHM,SIZE the size of a model follows the algorithm.
+    # `--config` may be FILE.py:ALGORITHM,SIZE, of which only ALGORITHM counts.
     flags[required].value = flags.config.partition(':')[2].partition(',')[0]
     if not flags[required].value:
       errors.append(f'--{required}: missing')

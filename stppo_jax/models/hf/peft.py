@@ -8,7 +8,7 @@ In such files each matrix may have a rank and a scale of its own. Our layers are
 stacked, so the adapters of one kind of matrix, such as q_proj, share one scale
 and the largest of their ranks in all layers. A and B of a smaller rank are
 padded with zeros, which stay zero in training because their gradients are zero.
-B is also multiplied by the scale in the file divided by the shared scale.
+B is also multiplied by the quotient of the file's scale and the shared scale.
 
 PEFT on `transformers` 5 keeps the experts of a layer in one parameter. Their
 adapters are then one tensor too, in which gate_proj and up_proj share A. `read`

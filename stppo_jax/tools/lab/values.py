@@ -116,8 +116,8 @@ def values(arrays: saved_batch.Arrays) -> dict[str, OfTurn]:
   sampled_BL = arrays['oracle_counts_BL'] > 1
   if sampled_BL.sum() < 2:
     raise ValueError(
-      'oracle_counts_BL: fewer than two tokens have more than one '
-      f'continuation; {_REMEDY}'
+      'oracle_counts_BL: at least two tokens must have two or more '
+      f'continuations; {_REMEDY}'
     )
   turns = np.unique(arrays['turn_ids_BL'][sampled_BL])
   chosen = {str(t): sampled_BL & (arrays['turn_ids_BL'] == t) for t in turns}
