@@ -50,8 +50,7 @@ from stppo_jax import exits
 # host may call. A stop abandons only exchanges of this name.
 PROGRAM = 'the next program'
 JAX = b'jax\n'  # the first line of a connection that is relayed
-# Errors that end the task of a connection and are suppressed. asyncio would log
-# a task that ends as cancelled.
+# Suppressed errors of a connection's task. asyncio would log a cancelled task.
 _ENDS = (OSError, asyncio.CancelledError)
 _LIMIT = 1 << 28  # the most bytes of a message
 _CHUNK = 1 << 16  # the most bytes that a relay reads at once

@@ -75,7 +75,7 @@ def test_the_variables_of_a_tpu_machine_describe_no_other_slice(monkeypatch):
 
 
 def test_gpus_fill_whole_hosts():
-  with pytest.raises(ValueError, match='^gpu:h100:12: .* multiple of 8,'):
+  with pytest.raises(ValueError, match='^gpu:h100:12: .* multiple of the 8 '):
     topology.virtual(topology.find('gpu:h100:12'))
 
 
