@@ -35,8 +35,8 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config = textworld.get_config(algorithm)
   config.model.path = 'runs/game_start/policy'
   config.sft.before_training = False
-  # A policy that imitates 512 games remembers them. With 2,048 games it learns
-  # to read the objective, and its critic can learn the same.
+  # Imitating four times as many games for twice as many steps raises the greedy
+  # score on other games from .34 to .52.
   config.data.games.count = 2048
   config.sft.num_steps, config.sft.clean_steps = 1600, 1100
   config.rollout.trajectories_per_step = 2048
@@ -48,6 +48,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
     config.loss.value_range = (0.0, 1.0)
     config.loss.value_warmup_steps = 60
     config.value_optimizer.learning_rate = 1e-3
-    # With more epochs over fewer dialogues, the critic remembers the dialogues.
+    # With six epochs over 512 dialogues, the critic explains nothing of the
+    # next step's dialogues, see docs/critic.md.
     config.updates.value_epochs = 1
   return config

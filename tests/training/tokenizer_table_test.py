@@ -168,7 +168,9 @@ _REFUSED = {
     "{{ raise_exception('no') }}", line='fails (TemplateError: no)'
   ),
   'a template that escapes': _template(_SANDBOX, line='fails (SecurityError: '),
-  'leaves the user out': _template('hello', line='leaves out the text of the '),
+  'leaves the user out': _template(
+    'hello', line='leaves out the text of the user '
+  ),
   'changes the user': _template(
     f'{_TURNS}{{{{ m.content | upper }}}}{{% endfor %}}',
     line='leaves out the text of the user message',
