@@ -52,6 +52,12 @@ Added after five seeds of these arms had been seen: token ratios at the rate of
 turn ratios, because a difference between levels may be one between their rates,
 as it was between critics in studies/dead_critic.py. These two comparisons are
 description.
+
+Added after all seeds of these arms, and one seed of the arms with the
+correction, had been seen: all 48 runs are made anew on another machine, from a
+start that is made anew there. Only so do the arms with the correction begin
+from the policy of the others. The tables are of the new runs alone, and
+docs/collapse.md also says what the differences of the first 34 runs were.
 """
 
 import pathlib
