@@ -8,5 +8,5 @@ def console() -> None:
   import runpy
   import sys
 
-  sys.path.insert(0, '')  # adds the current folder, as `python -m` does
+  sys.path.insert(0, '')  # imports from the current folder, like `python -m`
   runpy.run_module('stppo_jax', run_name='__main__', alter_sys=True)

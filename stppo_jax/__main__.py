@@ -11,7 +11,7 @@ These are the exit codes:
   3    only corrupt checkpoints are left
   70   a bug
   75   try again: the same command continues
-  76   too many skipped updates, or an alarm
+  76   too many skipped updates, or an alarm of `alarms.stop`
   130  interrupted
   141  nobody reads the output
 
@@ -126,7 +126,8 @@ def _help(doc: str, flag: str) -> str:
 
   Args:
     doc: the docstring of a command.
-    flag: --help, --helpfull, or --help=KEY for the config keys named KEY.
+    flag: --help, --helpfull, or --help=KEY. KEY is a config key, or a part of
+      the names of config keys.
   """
   if flag in ('--help', '-h') and '--config.KEY' not in doc:
     return doc

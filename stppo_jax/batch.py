@@ -20,9 +20,9 @@ class Packing:
   """Says where each sequence stands in packed rows of a forward pass.
 
   A packed row holds one or several sequences, each a trajectory or a pair. n
-  microbatches; s shards of the sequences, one per device along the mesh axes of
-  rows; b slots for the sequences of a shard in a microbatch. In the packing of
-  a single microbatch the arrays have no axis n.
+  microbatches; s shards of the sequences, one per device along the mesh axes
+  that rows are sharded along; b slots for the sequences of a shard in a
+  microbatch. In the packing of a single microbatch the arrays have no axis n.
 
   Attributes:
     rows: int32 [n, s, b], the index of each sequence in its shard, ordered by
@@ -33,7 +33,7 @@ class Packing:
     num_rows: the number of packed rows of a shard in a microbatch.
     row_length: the number of tokens of a packed row.
     num_losses: the number of positions of a packed row at which the head
-      computes logits, enough for the loss positions of any row.
+      computes logits, enough for the loss positions of any packed row.
   """
 
   rows: Any
@@ -53,11 +53,13 @@ class TokenBatch:
 
   Attributes:
     tokens_BL: int32, token ids, right-padded; the padding's id has no meaning.
-    lengths_B: int32, tokens of each row without padding; 0 marks an empty row.
+    lengths_B: int32, the number of tokens of each row without padding; 0 marks
+      an empty row.
     turn_ids_BL: int32, the turn 1..T that a token belongs to; 0 at tokens that
       the policy did not write.
     loss_mask_BL: bool, tokens that the policy wrote and is trained on (called
-      response_mask in verl). False everywhere in a failed row.
+      response_mask in verl). False everywhere in the row of a trajectory that
+      failed.
     sampler_logprobs_BL: float32, log-probabilities that the sampler reported; 0
       at tokens that the policy did not write.
     rewards_BL: float32, the outcome's reward at the last policy token, a turn's
@@ -86,8 +88,8 @@ class TokenBatch:
       policy (`updates.old_policy`), whose probability is the denominator of the
       ratio.
     ref_logprobs_BL: float32, log-probabilities under the frozen reference.
-    values_BL: float32, V before this token, from the value model before the
-      step's first update.
+    values_BL: float32, the value of the state before the token, from the value
+      model before the step's first update; None without a value model.
     advantages_BL, returns_BL: float32, from `rl.advantages`.
     turn_z_BL: float32, how the reward of the token's turn compares with the
       rewards of other turns, see `rl.turn_advantages.turn_z`; None if the
@@ -130,17 +132,18 @@ class TokenDetails(NamedTuple):
   """Measurements of each token of some rows, after the updates of a step.
 
   Attributes:
-    loss_mask_BL: bool, see `TokenBatch`. Off this mask the other arrays have no
-      meaning.
+    loss_mask_BL: bool, see `TokenBatch`. Where this mask is false, the other
+      arrays have no meaning.
     old_logprobs_BL: float32, see `TokenBatch`.
     ratio_BL, turn_ratio_BL: float32, the ratio new policy / old policy of the
       token and of the token's turn.
     entropy_BL: float32, the entropy of the new policy in nats.
     advantages_BL: float32, see `TokenBatch`.
     values_BL: float32, see `TokenBatch`; None without a value model.
-    cut_BL: bool, tokens whose gradient the objective cuts.
-    weights_BL: float32, the factor of the token's policy term, from the
-      corrections and the normalisation; with 0 the term has no gradient.
+    cut_BL: bool, tokens whose gradient the objective cuts, as clipping does.
+    weights_BL: float32, the factor of the token's term in the policy loss, from
+      the corrections and the normalisation. A term with the factor 0 has no
+      gradient.
   """
 
   loss_mask_BL: Any
@@ -160,13 +163,14 @@ class PairBatch(NamedTuple):
   Index 0 of the axis of length 2 is the better trajectory.
 
   Attributes:
-    tokens_Q2L: int32, token ids; 0 behind the last token of the loss mask.
+    tokens_Q2L: int32, token ids; 0 after the last token at which the loss mask
+      is true.
     loss_mask_Q2L: bool, tokens that the policy wrote and is trained on; false
       everywhere in padding pairs.
     loss_positions_Q2M: int32, the positions where the loss mask is true, see
       `pack.loss_positions`.
-    lengths_Q2: int32, the number of tokens up to the last token of the loss
-      mask.
+    lengths_Q2: int32, the number of tokens up to the last token at which the
+      loss mask is true.
     packing: see `TokenBatch`; both trajectories of a pair stand in one packed
       row.
   """

@@ -77,7 +77,7 @@ def _announced(address: str) -> Iterator[None]:
 
 
 class Written(NamedTuple):
-  """The version and the age of an object in a bucket.
+  """The generation and the age of an object in a bucket.
 
   Attributes:
     generation: a number that changes each time the object is written.
@@ -117,7 +117,7 @@ class Bucket:
   """The objects below an address, by their names relative to the address.
 
   Attributes:
-    address: the address.
+    address: an address such as gs://bucket/run, without a '/' at its end.
   """
 
   def __init__(self, address: str):
@@ -134,8 +134,8 @@ class Bucket:
     import fsspec
 
     self.address = address.rstrip('/')
-    # These packages raise an error and also log its traceback. At this level,
-    # the traceback is not printed.
+    # The packages for buckets raise an error and also log its traceback. At the
+    # log level CRITICAL, the traceback is not printed.
     for name in ('fsspec', 'gcsfs'):
       logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -158,8 +158,8 @@ class Bucket:
   def entries(self) -> dict[str, Entry]:
     """Maps the name of each object below the address to its `Entry`.
 
-    The result is {} if there is no object. Names that would lead out of a
-    folder are left out.
+    The result is {} if there is no object. Names such as '../x', which would
+    lead out of a folder, are left out.
 
     Raises:
       BucketError: the bucket cannot be read.
@@ -256,7 +256,8 @@ class Bucket:
       except FileNotFoundError:
         return None
       known = json.loads(data)
-      # Both times come from the bucket: this machine's clock may be wrong.
+      # Both times come from the bucket, because this machine's clock may be
+      # wrong.
       now = email.utils.parsedate_to_datetime(headers['Date'])
       age = now - datetime.datetime.fromisoformat(known['updated'])
       return Written(int(known['generation']), age.total_seconds())
@@ -308,7 +309,7 @@ class Bucket:
       self._files.call('DELETE', *self._object(name), ifGenerationMatch=wanted)
 
   def _object(self, name: str) -> tuple[str, str, str]:
-    """Returns the URL template of Google's JSON API, the bucket and the key."""
+    """Returns a template for an object's URL, and its parts: bucket and key."""
     bucket, _, key = self._path(name).partition('/')
     return 'b/{}/o/{}', bucket, key
 

@@ -12,7 +12,7 @@ USAGE = 2  # a wrong flag, key or file
 DAMAGED = 3  # only damaged checkpoints are left
 BUG = 70
 TRY_AGAIN = 75  # the same command, started again, continues
-ENDED = 76  # too many skipped updates, or an alarm
+ENDED = 76  # too many skipped updates, or an alarm of `alarms.stop`
 INTERRUPTED = 130
 UNREAD = 141  # nobody reads the output
 

@@ -67,7 +67,7 @@ def is_name(place: str | pathlib.Path) -> bool:
 
 
 def not_here(place: str | pathlib.Path, kind: str = 'folder') -> str:
-  """Returns the end of the error line for a path that does not exist here."""
+  """Returns what an error line says of a path that does not exist here."""
   if not _NAME.fullmatch(str(place)):
     return f'no such {kind}'
   return (
@@ -198,7 +198,8 @@ def push(folder: pathlib.Path, files: Sequence[str], name: str) -> str:
   return str(commit.commit_url)
 
 
-# The functions whose results are cached, so that a process asks the Hub once.
+# The functions whose results are cached, so that a process asks the Hub only
+# once for a model.
 CACHED = (_commit, _downloaded)
 
 

@@ -222,7 +222,7 @@ class Interruption:
   def _receive(self, number: int, frame: types.FrameType | None) -> None:
     """Handles a signal, on the main thread."""
     if self.exit_code is not None:
-      return  # The other thread handles a second signal.
+      return  # the thread `_watch` handles a second signal
     with self._answering:  # waits until no call of `force_exit` runs
       self._answered = True
     # The thread `_watch` also notes the time of the signal, but it may be late,
@@ -262,7 +262,7 @@ class Interruption:
         ).start()
       else:
         streams.say('abandoned; everything saved before is kept')
-        if os.isatty(1):  # a progress bar hides the cursor
+        if os.isatty(1):  # a progress bar has hidden the cursor
           os.write(1, _SHOW_CURSOR)
         # No stream is flushed, because the main thread may hold the stream's
         # lock while it waits to write.

@@ -1,4 +1,4 @@
-"""Nested settings: their dotted keys, rules for values, hints for names."""
+"""Nested settings: dotted keys, rules for values, hints for misspelt names."""
 
 from collections.abc import Callable, Sequence
 import difflib

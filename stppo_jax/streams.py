@@ -59,7 +59,8 @@ class LogLines(logging.Handler):
   Attributes:
     show: function that prints the line of a record below the level WARNING.
       Warnings and errors go to standard error.
-    renamed: a text, such as a folder, and the text that is printed instead.
+    renamed: a pair of texts. Lines are printed with the second text in place of
+      the first text, which may be a folder.
   """
 
   def __init__(self, show: Callable[[str], None]):

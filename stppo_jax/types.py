@@ -85,7 +85,7 @@ class GeneratedTurn:
       report them.
     stopped: whether a stop string or EOS ended the turn; False if a length
       limit ended it.
-    version: the policy that wrote the turn, as its number of training steps.
+    version: the number of training steps of the policy that wrote the turn.
   """
 
   token_ids: np.ndarray
@@ -113,8 +113,8 @@ class Turn:
       truncated distribution (top-k, top-p, min-p) that it was sampled from;
       None if the engine does not report it.
     passages: the ids of the passages that the turn's search found.
-    version: the policy that wrote the turn, as its number of training steps.
-      One policy writes all tokens of a turn. A newer policy may write a later
+    version: the number of training steps of the policy that wrote the turn. One
+      policy writes all tokens of a turn. A newer policy may write a later
       turn (`rollout.turn_swaps`).
   """
 

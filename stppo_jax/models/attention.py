@@ -39,8 +39,8 @@ def attention(
 ) -> Array:
   """Returns softmax(q k / √H) v, [B, L, N, H].
 
-  The logits are float32. Query heads that share a key and value head read the
-  same array: its keys and values are not copied for each query head.
+  The logits are float32. Keys and values are not copied for the query heads
+  that share them.
 
   Args:
     q_BLNH: queries.
@@ -172,9 +172,9 @@ def attend_to_slices(
 
 
 def _added(one: _Sums, other: _Sums) -> _Sums:
-  """Returns float32 partial results over the keys of both arguments.
+  """Returns the float32 partial results over the keys of `one` and `other`.
 
-  `one` and `other` are the partial results over disjoint sets of keys.
+  `one` and `other` are partial results over disjoint sets of keys.
   """
   largest = jnp.maximum(one[2], other[2])
   scales = [jnp.exp(x[2] - largest) for x in (one, other)]
@@ -222,12 +222,12 @@ def _weights(
 
 
 def _per_key(x_BKJ1: Array) -> Array:
-  """Returns scales [B, K, 1, 1, J], which broadcast to logits and weights."""
+  """Returns the scales as [B, K, 1, 1, J], to multiply logits or weights."""
   return x_BKJ1[:, :, None, None, :, 0]
 
 
 def _mix(weights: Array, v_BKJH: Array) -> Array:
-  """Returns the weighted sums of the values [B, K, R, L, H]."""
+  """Returns each query's weighted sum of the values [B, K, R, L, H]."""
   return _matmul('bknj,bkjh->bknh', weights.astype(v_BKJH.dtype), v_BKJH)
 
 

@@ -269,7 +269,7 @@ def _bounds(
 
 
 def _mean(gradient: Array, mixed: Array) -> Array:
-  """Returns the product of gradient and result of each query [B, K, R, L, 1].
+  """Returns each query's dot product of gradient and result [B, K, R, L, 1].
 
   The product is the weighted mean of the gradients of a query's attention
   weights. The derivative of softmax subtracts this mean from each gradient.
@@ -278,7 +278,7 @@ def _mean(gradient: Array, mixed: Array) -> Array:
 
 
 def _sum_over_queries(pairs_BKRLJ: Array, q_BKRLH: Array) -> Array:
-  """Returns the sum of pairs_lj q_l over queries and query heads [B, K, H, J].
+  """Returns Σ_l pairs_lj q_l, also summed over query heads, as [B, K, H, J].
 
   H comes before J in the result, because then only q, the smaller operand, has
   to be transposed.

@@ -103,9 +103,10 @@ def row_shards_of_host(
 def axes(
   num_kv_heads: int, mesh: jax.sharding.Mesh
 ) -> tuple[activations.Axes, activations.Axes]:
-  """Returns the mesh axes of a cache's rows, and the mesh axis of its heads.
+  """Returns the mesh axes along which rows and heads of a cache are sharded.
 
-  The second result is None if the heads are not sharded.
+  The first result is for the rows. The second result is the axis for the key
+  and value heads, or None if the heads are not sharded.
   """
   rows, tensor = activations.ROWS, activations.TENSOR
   if num_kv_heads % activations.extent(mesh, tensor):
@@ -135,7 +136,7 @@ def _by_layer(config, plain, with_experts) -> tuple[Any, ...]:
 
 
 def _in_8_bits(block: Block) -> Block:
-  """Returns a block with keys and values as int8, followed by their scales."""
+  """Returns a layer's arrays with keys and values in int8, and their scales."""
 
   def scale(x_BKJH):
     largest = jnp.max(jnp.abs(x_BKJH), axis=-1, keepdims=True)
@@ -154,7 +155,7 @@ def expert_ids(cache: Cache, pages_N: Array) -> Array:
   """Returns the ids of the experts that some tokens visited [N J, layers, E].
 
   The tokens are all tokens of the pages `pages_N`. The axis `layers` has only
-  layers with experts. A layer has experts if its block has an odd number of
+  layers with experts: the layers for which the cache has an odd number of
   arrays.
   """
   visits = [page[-1][pages_N, 0] for page in cache if len(page) % 2]

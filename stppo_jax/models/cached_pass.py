@@ -220,7 +220,7 @@ def read(
     return lambda: block
 
   numbers = range(count if isinstance(count, int) else table_BN.shape[1])
-  # The number of arrays of a layer, without the ids of experts.
+  # The arrays of a layer that are copied: keys, values and, with int8, scales.
   parts = 4 if config.cache == 'int8' else 2
   layers = tuple(
     tuple(copied(pages[:parts], n) for n in numbers) for pages in cache

@@ -75,7 +75,7 @@ class VocabularyShard(NamedTuple):
   axis: str | None
 
   def logits(self, hidden_CD: Array, number: int = 0) -> Array:
-    """Returns float32 logits / temperature [C, W] of matrix `number`."""
+    """Returns float32 logits / temperature [C, W] by matrices[number]."""
     return logits(hidden_CD, self.matrices[number]) / self.temperature
 
   def max(self, x_CW: Array) -> Array:
@@ -339,14 +339,17 @@ def _over_chunks(step, carry, inputs, chunk: int):
   length = math.ceil(size / count)
 
   def split(x_BM):
-    """Returns an array [B, M, ...] as [chunks, C, ...]."""
+    """Returns an array [B, M, ...] as [chunks, C, ...], filled up with 0."""
     missing = count * length - size
     padding = [(0, 0), (0, missing)] + [(0, 0)] * (x_BM.ndim - 2)
     x = jnp.pad(x_BM, padding).reshape(rows, count, length, *x_BM.shape[2:])
     return jnp.moveaxis(x, 1, 0).reshape(count, rows * length, *x_BM.shape[2:])
 
   def join(x):
-    """Returns an array [chunks, C, ...] as [B, M, ...], without the zeros."""
+    """Returns results [chunks, C, ...] as [B, M, ...].
+
+    The results for the zeros that fill up the last chunk are cut off.
+    """
     x = jnp.moveaxis(x.reshape(count, rows, length, *x.shape[2:]), 0, 1)
     return x.reshape(rows, count * length, *x.shape[3:])[:, :size]
 

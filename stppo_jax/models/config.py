@@ -228,14 +228,14 @@ class ModelConfig:
 
   @property
   def pattern(self) -> tuple[int, list[tuple[str, slice, slice]]]:
-    """How often the pattern of layers occurs, and the runs of the pattern.
+    """How often the layers repeat a pattern, and the runs of the pattern.
 
-    If all layers are in one stack, the pattern is all layers. Otherwise it is
-    the shortest sequence of stacks whose repetition gives the stacks of all
-    layers. A run is some adjacent layers of the pattern in the same stack. Each
-    run is a tuple (name of the stack, slice of the pattern's layers, slice of
-    the stack's layers). For the last slice, the layers of a stack are counted
-    from 0 again in each repetition of the pattern.
+    If all layers are in one stack, the pattern is all layers. Otherwise the
+    pattern is the shortest sequence of layers that, repeated, gives the right
+    stack for every layer. A run is a series of adjacent layers of the pattern
+    that are in the same stack. It is given as a tuple (name of the stack, slice
+    of the pattern's layers, slice of the stack's layers). The last slice counts
+    the layers of the stack from 0 in each repetition of the pattern.
     """
     names, count = [name for name, _ in self.places], self.num_layers
     length = count

@@ -145,7 +145,10 @@ class Model:
     return lora_lib.join(frozen, params)
 
   def merge_adapters(self, params: Params) -> Params:
-    """Returns weights of `plain_policy` that compute the policy of `params`.
+    """Returns the weights with merged adapters and without a value head.
+
+    With these weights, `plain_policy` computes the same policy as this model
+    with `params`.
 
     Args:
       params: weights of this model, with or without adapters.
@@ -157,8 +160,9 @@ class Model:
   def plain_policy(self) -> 'Model':
     """The policy with this model's config, without adapters and value head.
 
-    Its parameters are the result of `merge_adapters`, or the weights of a base
-    model. The weights of a value model may start from such a base model.
+    The policy takes the result of `merge_adapters` as its parameters, or the
+    weights of a file. A value model has a plain policy too, because its weights
+    may be read from the file of a policy.
     """
     return dataclasses.replace(self, head='vocabulary', lora=None)
 

@@ -185,7 +185,7 @@ def _gather_tokens(tokens_BL: Array, loss_positions_BM: Array | None) -> Array:
 def _scatter(
   x_BM: Array, tokens_BL: Array, loss_positions_BM: Array | None
 ) -> Array:
-  """Returns an array [B, L] of x at the loss positions and 0 elsewhere."""
+  """Returns x at the loss positions and 0 at all other positions, as [B, L]."""
   if loss_positions_BM is None:
     return jnp.pad(x_BM, ((0, 0), (1, 0)))
   length = tokens_BL.shape[1]

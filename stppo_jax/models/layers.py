@@ -52,7 +52,7 @@ class Kernel(nnx.Module):
 
 
 class Experts(Kernel):
-  """Holds a matrix of each of X experts [X, in, out], and its adapters."""
+  """Holds one matrix per expert, together [X, in, out], and their adapters."""
 
   def __init__(self, *shape: int, rngs: nnx.Rngs):
     super().__init__(*shape, rngs=rngs)
@@ -61,7 +61,7 @@ class Experts(Kernel):
   def adapt(self, a: Array, b: Array, *, scale: float) -> None:
     """Stores the adapters, which add scale a @ b to the matrices of experts.
 
-    See `lora`. The result of `matrices` has the adapters.
+    See `lora`. Later calls of `matrices` return the adapters too.
     """
     self.lora_a, self.lora_b = nnx.Param(a), nnx.Param(b)
     self.adapter_scale = scale

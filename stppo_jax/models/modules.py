@@ -226,7 +226,7 @@ def cast_and_delete(params: Any, dtype: str) -> Any:
     if _stays_float32(path) or leaf.dtype == jnp.dtype(dtype):
       return leaf
     smaller = jax.device_put(leaf.astype(jnp.dtype(dtype)), leaf.sharding)
-    smaller.block_until_ready()  # the cast may still read the old array
+    smaller.block_until_ready()  # until then the cast may read the old array
     leaf.delete()
     return smaller
 

@@ -45,7 +45,7 @@ class Routing:
     expert_ids: int32, the experts that each token visited, [B, L, E] or
       [B, L, layers, E].
     visits_BX: float32, for each row the number of visits of counted tokens to
-      each expert; no gradient. [B, S, X] if there are S sums for each row.
+      each expert; no gradient. [B, S, X] if S sequences of a row have own sums.
     probs_BX: float32, the sums of the router's probabilities p of these tokens;
       differentiable.
   """
@@ -115,7 +115,7 @@ class MixtureOfExperts(nnx.Module):
     return y_BLD, _routing(ids_BLE, probs_BLX, counted_BSL)
 
   def _probabilities(self, x_BLD: Array) -> Array:
-    """Returns p [B, L, X] in full float32: rounding could change ranks."""
+    """Returns p [B, L, X] in full float32, to keep the ranks of the experts."""
     logits_BLX = jnp.einsum(
       'bld,dx->blx',
       x_BLD.astype(jnp.float32),
@@ -268,7 +268,7 @@ def _grouped(product, x_BLD, ids_BLE, weights_BLE, *kernels) -> Array:
 
 
 def _by_expert(product, x_UD: Array, ids_U: Array, kernels) -> Array:
-  """Returns each visit's result [U, D]; arbitrary for unknown expert ids."""
+  """Returns each visit's result [U, D]; arbitrary for experts not held here."""
   gate, up, down = kernels
   num_experts = len(gate[0])
   # Shapes are static although the loads of experts vary: there are always U
@@ -393,7 +393,7 @@ def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
 
 
 def _tile(size: int, most: int) -> int:
-  """Returns the columns per tile, for the fewest tiles of nearly equal size."""
+  """Returns a tile's number of columns; the tiles are few and nearly equal."""
   if size <= most:
     return size
   tiles = -(-size // most)

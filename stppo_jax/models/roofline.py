@@ -26,10 +26,9 @@ Traffic = Mapping[tuple[str, str], float]
 # For each phase, the share of the published rate that one H200 has reached with
 # Qwen2.5-1.5B in bfloat16, see docs/benchmarks.md. A large matrix product
 # reached 716 of the 989 published TFLOP/s. Annotating full rows reached 73 % of
-# these 716 TFLOP/s. An update with updates.remat=full reached 51 %, or 73 % if
-# the operations that it computes a second time count too. Decoding 128 rows of
-# 1k tokens read 2.18 of 4.8 TB/s. Prefill with a prefill_chunk of 256 reached
-# 507 TFLOP/s.
+# these 716. An update with updates.remat=full reached 51 %, or 73 % if repeated
+# operations count too. Decoding 128 rows of 1k tokens read 2.18 of 4.8 TB/s.
+# Prefill with a prefill_chunk of 256 reached 507 TFLOP/s.
 SHARES: Mapping[str, float] = {
   'decode': 2.18 / 4.8,
   'extend': 507 / 989,
@@ -67,7 +66,8 @@ class Phase(NamedTuple):
       products take longer than reading.
     traffic: bytes that the device sends.
     bound: seconds at the published limits.
-    expected: seconds at the shares of these limits in `SHARES`.
+    expected: seconds at the shares of these limits in `SHARES`. Sending counts
+      at the published limit.
   """
 
   operations: float
@@ -101,8 +101,7 @@ class Work:
     trained: number of weights that are trained, without the embedding and the
       output matrix.
     itemsize: bytes of a number in the computations.
-    decode_steps: number of calls of the model that a device needs to decode all
-      its rows.
+    decode_steps: number of model calls in which a device decodes its rows.
     decode_rows: rows of a device in such a call.
     engine_weights: bytes of the engine's weights on a device.
     engine_cache: bytes of the engine's KV cache on a device.
@@ -261,7 +260,8 @@ def _publish(work: Work) -> _Counts:
 
 def _annotate(work: Work) -> _Counts:
   rows = work.trajectories
-  models = 3 if work.values == 'own' else 2  # old policy, reference, critic
+  # The old policy, the reference, and the value model if it is a separate one.
+  models = 3 if work.values == 'own' else 2
   count = models * _layers(work, rows) + 2 * _head(work, rows)
   times = -(-rows // work.microbatch)
   gathers, outputs = (1, 1) if work.gathers_base else (times * models, 2)
@@ -328,7 +328,7 @@ def _layers(work: Work, rows: int) -> float:
 
 
 def _head(work: Work, rows: int) -> float:
-  """Returns the forward operations of the logits at loss positions of rows."""
+  """Returns the forward operations of the logits at the loss positions."""
   return rows * work.losses * flops.logit_operations(work.shape)
 
 

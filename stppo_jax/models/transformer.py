@@ -93,8 +93,8 @@ class DecoderLayer(nnx.Module):
     Args:
       x_BLD: the residual stream.
       rotation: see `rotary.rotation`.
-      attend: function of (q_BLNH, k_BLKH, v_BLKH) that returns mixed values
-        [B, L, N, H].
+      attend: function of (q_BLNH, k_BLKH, v_BLKH) that returns the result of
+        attention [B, L, N, H].
       expert_ids_BLE, counted_BSL: see `moe.MixtureOfExperts`.
       places_BM: positions of the states that the caller wants, see
         `gather_states`. After attention, only these states are computed, and
@@ -148,7 +148,7 @@ class DecoderLayer(nnx.Module):
     return self.down_proj(gated)
 
   def _residual(self, x_BLD: Array) -> Array:
-    """Returns the residual stream, laid out by rows on the mesh."""
+    """Returns the residual stream, with its rows sharded if there is a mesh."""
     return activations.constrain(x_BLD, self.mesh, activations.ROWS)
 
 
@@ -297,7 +297,7 @@ class Transformer(nnx.Module):
           unrolled=unroll > 1 or len(runs) > 1,
         )
         # After the attention of the last layer, only states at `places_BM` are
-        # needed. Earlier layers compute all states, for keys of the next layer.
+        # needed. Earlier layers compute all states, which the next layer reads.
         if places_BM is None or not self._last_layer_apart:
           x_BLD, routing = jax.lax.scan(run, x_BLD, inputs, unroll=unroll)
           routings += [] if routing is None else [routing]
@@ -389,7 +389,7 @@ def rematerialised(
     layer: function of one iteration of the scan over layers.
     name: a key of `POLICIES`: 'none' saves everything, 'all_dots' all matrix
       products, 'dots' products with weights, 'full' the layer's input only.
-      Attention in tiles saves its own residuals with every key.
+      Attention in tiles needs only the residuals that `blockwise` describes.
     unrolled: whether one iteration may have several layers. Then the compiler
       would notice that a result is computed twice, and would keep the first
       result in memory. `prevent_cse` prevents this. In different iterations,

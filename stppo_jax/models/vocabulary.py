@@ -86,9 +86,9 @@ def _entropy_backward(options, residuals, gradients):
     normalizer_C, d_logprobs_C, d_entropy_C = others
 
     def rule(log_p):
-      """Returns the gradient of logits without the term [v = token].
+      """Returns the gradient of logits, from their log-probabilities.
 
-      `log_p` are the log-probabilities at the entries of the logits.
+      The term [v = token] is left out, see the docstring of the module.
       """
       entropy_C1, d_logprobs_C1, d_entropy_C1 = (
         x_C[:, None] for x_C in (entropy_C, d_logprobs_C, d_entropy_C)
@@ -189,9 +189,10 @@ def _divergence_backward(options, residuals, gradients):
     normalizer_C, ref_normalizer_C, d_logprobs_C, d_divergence_C = numbers
 
     def rule(log_p, log_ref):
-      """Returns the gradient of logits without the term [v = token].
+      """Returns the gradient of logits, from their log-probabilities.
 
-      `log_p` and `log_ref` are log-probabilities at the entries of the logits.
+      `log_ref` are the reference's log-probabilities of the same entries. The
+      term [v = token] is left out, see the docstring of the module.
       """
       return (d_divergence_C - d_logprobs_C)[:, None] * jnp.exp(
         log_p

@@ -71,8 +71,9 @@ class Windows(NamedTuple):
   `every`.
 
   Attributes:
-    switch: the field of the file that must be true if layers use windows; '':
-      there is no such field.
+    switch: the field of the file that says whether layers use windows. If the
+      file lacks this field, no layer does. '': the family has no such field,
+      and layers use windows.
     first: the index of the first layer with a window. If the file has
       `max_window_layers`, its value is used instead. 0: layers of all indices
       may have windows, and `max_window_layers` is not read.

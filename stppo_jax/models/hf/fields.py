@@ -119,10 +119,10 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 def needed(hf: Mapping[str, Any], *names: str) -> Any:
-  """Returns the value of the first of the names that `hf` contains.
+  """Returns the value of the first of the named fields that `hf` has.
 
   Raises:
-    ValueError: `hf` contains none of the names.
+    ValueError: `hf` has none of these fields.
   """
   for name in names:
     if name in hf:

@@ -276,8 +276,8 @@ def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
   moves no data between devices.
   """
   local = sharding.shard_shape(leaf.shape)
-  # True for axes that are not sharded. The search for the first False ends at
-  # the last element if no axis is sharded.
+  # True for each axis that is not sharded. The added False ends the search for
+  # the first False if no axis is sharded.
   whole = [here == size for here, size in zip(local, leaf.shape)] + [False]
   slices = list(_slices(leaf.shape, whole.index(False)))
   if len(slices) == 1:
@@ -354,7 +354,7 @@ def _place_slice(
         slice(i.start + begin, i.start + end)
         for i, (begin, end) in zip(index, bounds)
       ),
-      offset=4 * owned,  # memory at an unaligned address must be copied
+      offset=4 * owned,  # with an offset, JAX must copy the unaligned memory
     )
     for device in devices:
       place = jax.sharding.SingleDeviceSharding(

@@ -249,7 +249,7 @@ def write(
 def _places(
   config: model_config.ModelConfig,
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-  """Yields (name in files, layer in the tree, index in leaves) per matrix."""
+  """Yields each matrix as (name in files, layer in the tree, leaf index)."""
   for entry in families.entries(config):
     *layer, leaf = entry.path
     name = entry.hf_name.removesuffix('.weight')
@@ -282,8 +282,8 @@ def _open(
   # From the Hub, a weight file is downloaded only if the call names the file.
   folder = hub.local_folder(directory, (WEIGHTS,))
   if not (folder / WEIGHTS).is_file():
-    # A Hub model is never searched for the older format, a *.bin file, but may
-    # have such a file.
+    # A Hub model may have a *.bin file, the older format, but is not searched
+    # for this file. So for a Hub model the advice is always given.
     is_old = hub.is_name(directory) or (folder / 'adapter_model.bin').is_file()
     advice = '; checkpoint convert makes it from adapter_model.bin' * is_old
     raise ValueError(f'no {WEIGHTS} in {directory}{advice}')
@@ -354,7 +354,7 @@ def _matrices(
   name: str,
   pair: Mapping[str, safetensors_file.Tensor],
 ) -> Iterator[_Matrices]:
-  """Yields the adapter of a pair of tensors; for gate_up_proj, two adapters."""
+  """Yields the adapter of lora_A and lora_B; for gate_up_proj, two adapters."""
   a, b = pair['lora_A'], pair['lora_B']
   match = _EXPERTS.fullmatch(name)
   if match is None:

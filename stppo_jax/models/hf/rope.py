@@ -32,7 +32,8 @@ def read(
     fields['partial_rotary_factor'] = rope['partial_rotary_factor']
   if family.local_rope:
     base = local.get('rope_theta')
-    # `rope_theta` may be in `rope_parameters` only. `theta` has its value.
+    # If the file has `rope_theta` only in `rope_parameters`, `hf` lacks this
+    # field, but `theta` has its value.
     if base is None:
       base = theta if family.local_rope == 'rope_theta' else None
     fields['local_rope_theta'] = float(base or hf[family.local_rope])
@@ -43,7 +44,7 @@ def read(
         'supported: default'
       )
   kind = rope.get('rope_type') or rope.get('type') or 'default'
-  kind = 'longrope' if kind == 'su' else kind  # 'su' is the old name
+  kind = 'longrope' if kind == 'su' else kind  # an old name of longrope
   if kind != 'default':
     if kind == 'yarn' and theta == 1:
       raise ValueError(f'rope_theta={theta}: must not be 1 with yarn')

@@ -57,7 +57,7 @@ def work_specs(rows: Any) -> Work:
   Args:
     rows: the mesh axes along which rows are sharded.
   """
-  by_row: Any = P(rows)  # Any, because `Work` declares arrays
+  by_row: Any = P(rows)  # Any, because the fields of `Work` are arrays
   return Work(by_row, by_row)
 
 
@@ -175,7 +175,7 @@ def _kernel(
   def load(ref, begin, count, most):
     """Returns the vectors begin..begin + count - 1 of this row and head.
 
-    From index `most` on, the result is zeros.
+    Vectors with the index `most` or a larger one are zeros.
     """
     some = (begin + jnp.arange(count) < most)[:, None]
     part = ref.at[row, head, pl.ds(begin, count), :]

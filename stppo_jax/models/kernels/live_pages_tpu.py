@@ -65,7 +65,7 @@ def work_specs(rows: Any) -> Work:
   Args:
     rows: the mesh axes along which rows are sharded.
   """
-  by_row: Any = P(rows)  # Any, because `Work` declares arrays
+  by_row: Any = P(rows)  # Any, because the fields of `Work` are arrays
   by_place: Any = P(None, rows)
   return Work(by_row, by_row, by_row, by_row, by_place)
 
@@ -248,7 +248,7 @@ def _kernel(
   """
   from jax.experimental import pallas as pl
 
-  del pages_ZE  # only the block specs use the page numbers
+  del pages_ZE  # the page numbers are for the block specs, which fetch pages
   k_refs, v_refs = refs[:_PLACES], refs[_PLACES : 2 * _PLACES]
   own_k_ref, own_v_ref, *sinks_ref = refs[2 * _PLACES : -4]
   mixed_ref, sums, totals, tops = refs[-4:]
