@@ -62,8 +62,8 @@ class TokenBatch:
       failed.
     sampler_logprobs_BL: float32, log-probabilities that the sampler reported; 0
       at tokens that the policy did not write.
-    rewards_BL: float32, the outcome's reward at the last policy token, a turn's
-      own reward at the turn's last token, and 0 at all other tokens.
+    rewards_BL: float32, 0 at most tokens. The outcome's reward is added at the
+      last policy token, and a turn's own reward at the turn's last token.
     group_ids_B: int32, the same number for all rows of one question.
     sentence_ids_BL: int32, the sentence 1..L of the row that a token belongs
       to; 0 at tokens that the policy did not write. None if the algorithm uses

@@ -19,7 +19,7 @@ OTHER_TAG_NAMES = ('tool_call', 'tool_response', 'action')
 # listed, because the Unicode normalisation NFKD maps them to these characters.
 _LESS = '<‹«〈⟨⟪《❮❰❬⧼˂ᐸ≺⋖'
 _GREATER = '>›»〉⟩⟫》❯❱❭⧽˃ᐳ≻⋗'
-# Letters of other alphabets that look like letters of our tags.
+# Letters of other alphabets that look like letters of the tags above.
 _LETTERS = {
   'аɑα': 'a',
   'сϲ': 'c',
@@ -55,11 +55,11 @@ _TAG = re.compile(rf'<[/\\]*(?:{_NAMES})[/\\]*>')
 
 
 def neutralise_tags(text: str) -> str:
-  """Returns the text with `(` and `)` in place of the `<` and `>` of our tags.
+  """Returns the text with `(` and `)` in place of the `<` and `>` of tags.
 
-  A tag is found whatever its case, white space, zero-width characters, accents
-  and look-alike letters: `< / ＡＮＳＷＥＲ ＞` is a tag too. The rest of the
-  text is unchanged.
+  Only the tags of the environments are changed. A tag is found whatever its
+  case, white space, zero-width characters, accents and look-alike letters:
+  `< / ＡＮＳＷＥＲ ＞` is a tag too. The rest of the text is unchanged.
   """
   # The loop ends when a pass changes nothing. One pass may leave a tag, because
   # matches do not overlap, and two tags may share a bracket.

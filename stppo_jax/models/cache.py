@@ -72,7 +72,7 @@ def empty(
   Args:
     config: the model's config.
     num_pages: the number of pages of all devices together.
-    page_size: J.
+    page_size: J, the number of positions of a page.
   """
   cache = nothing_recent(config, num_pages, page_size)
   return tuple(map(_in_8_bits, cache)) if config.cache == 'int8' else cache
@@ -117,7 +117,7 @@ def axes(
 def nothing_recent(
   config: model_config.ModelConfig, rows: int, size: int
 ) -> Recent:
-  """Returns zeros with room for `size` recent tokens of each row."""
+  """Returns a `Recent` of zeros, with room for `size` tokens of each row."""
   shape = (rows, config.num_kv_heads, size, config.head_dim)
   block = jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
   visits = (rows, 1, size, config.num_experts_per_tok)

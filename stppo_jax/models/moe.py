@@ -206,8 +206,8 @@ def grouped(
   along `expert`, see `dispatch`.
 
   Args:
-    x_BLD, ids_BLE, weights_BLE: hidden states, visited experts, and w.
-    kernels: the results of `layers.Experts.matrices` of gate, up and down.
+    x_BLD, ids_BLE, weights_BLE: hidden states, visited experts, their weights.
+    kernels: the results of `layers.Experts.matrices` for gate, up and down.
     mesh: see `MixtureOfExperts`.
     product: function that multiplies sorted visits with the matrices of their
       experts by a kernel. None: `ragged_dot` on TPU, else `jax.lax.ragged_dot`.

@@ -81,9 +81,10 @@ def plan_work(
   Args:
     lengths_B: int32, the number of cached tokens of each row.
     table_BN: int32, the page numbers of each row.
-    num_pages: P. A number of P or more in the table stands for no page, and is
-      replaced by the number of the last page. This is safe, because no query of
-      the row sees a key through this entry of the table.
+    num_pages: P, the number of pages of the cache. A number of P or more in the
+      table stands for no page, and is replaced by the number of the last page.
+      This is safe, because no query of the row sees a key through this entry of
+      the table.
     window: the largest number of tokens that a query sees; 0: no limit.
   """
   B, N = table_BN.shape
