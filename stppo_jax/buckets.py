@@ -309,7 +309,7 @@ class Bucket:
       self._files.call('DELETE', *self._object(name), ifGenerationMatch=wanted)
 
   def _object(self, name: str) -> tuple[str, str, str]:
-    """Returns a template for an object's URL, and its parts: bucket and key."""
+    """Returns an object's URL template, and the bucket and name to fill in."""
     bucket, _, key = self._path(name).partition('/')
     return 'b/{}/o/{}', bucket, key
 

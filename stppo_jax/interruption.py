@@ -203,7 +203,8 @@ class Interruption:
   def is_overdue(self) -> bool:
     """Whether the system is about to kill the process.
 
-    A forced exit is tried every second, and must come before the kill.
+    The result becomes true so early that a forced exit, which is tried every
+    second, comes before the kill.
     """
     return self.seconds_left() <= 2 * _PATIENCE
 

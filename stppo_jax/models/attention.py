@@ -131,7 +131,7 @@ def attend_to_slices(
     own: keys and values that are always read. Each query sees at least one of
       these keys.
     pages: keys and values that are read only if they are needed.
-    num_kv_heads: K.
+    num_kv_heads: K, the number of key and value heads.
   """
   q_BKRLH = split_heads(q_BLNH, num_kv_heads)
 
@@ -292,7 +292,7 @@ def choose(name: str, *, dtype: str, head_dim: int, platform: str) -> str:
     name: a key of `IMPLEMENTATIONS`, or 'auto' for the fastest implementation
       that supports the other arguments.
     dtype: name of the activations' dtype.
-    head_dim: H.
+    head_dim: H, the size of a head.
     platform: 'cpu', 'gpu' or 'tpu'.
 
   Raises:

@@ -156,7 +156,7 @@ def state_positions(loss_positions_BM: Array, length: int) -> Array:
 
   Args:
     loss_positions_BM: the loss positions.
-    length: L.
+    length: L, the number of tokens of a row.
   """
   return _distinct_positions(loss_positions_BM, length) - 1
 

@@ -150,8 +150,8 @@ _SCALED: Mapping[str, Callable[..., Array]] = {
 def rotate(x_BLNH: Array, cos_and_sin: tuple[Array, Array]) -> Array:
   """Returns rotated queries or keys.
 
-  The first H numbers of each head are rotated. With a the first half of these
-  numbers and b the second half, the halves become a cos - b sin and
+  The first H numbers of each head are rotated. If a is the first half of these
+  numbers and b is the second half, the halves become a cos - b sin and
   b cos + a sin. The other numbers of the head do not change.
   """
   cos, sin = (x.astype(x_BLNH.dtype) for x in cos_and_sin)

@@ -249,7 +249,7 @@ def write(
 def _places(
   config: model_config.ModelConfig,
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-  """Yields each matrix as (name in files, layer in the tree, leaf index)."""
+  """Yields each matrix as (name in files, layer in the tree, index in leaf)."""
   for entry in families.entries(config):
     *layer, leaf = entry.path
     name = entry.hf_name.removesuffix('.weight')
@@ -264,7 +264,7 @@ def _places(
 def _open(
   directory: str | pathlib.Path,
 ) -> tuple[dict[str, Any], list[_Matrices]]:
-  """Returns the config of adapters, and the adapters without their values.
+  """Returns the config of adapters, and the adapters; reads no values.
 
   Raises:
     ValueError: see `options`.
