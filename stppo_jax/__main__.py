@@ -126,8 +126,8 @@ def _help(doc: str, flag: str) -> str:
 
   Args:
     doc: the docstring of a command.
-    flag: --help, --helpfull, or --help=KEY. KEY is a config key, or a part of
-      the names of config keys.
+    flag: --help, --helpfull, or --help=KEY. KEY is a config key, a section, or
+      a part between the dots of a key, such as `slots` of `rollout.slots`.
   """
   if flag in ('--help', '-h') and '--config.KEY' not in doc:
     return doc

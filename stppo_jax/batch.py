@@ -62,8 +62,9 @@ class TokenBatch:
       failed.
     sampler_logprobs_BL: float32, log-probabilities that the sampler reported; 0
       at tokens that the policy did not write.
-    rewards_BL: float32, 0 at most tokens. The outcome's reward is added at the
-      last policy token, and a turn's own reward at the turn's last token.
+    rewards_BL: float32. The outcome's reward is at the last policy token, and a
+      turn's own reward is at the turn's last token. If both are at one token,
+      they are added. All other tokens have the reward 0.
     group_ids_B: int32, the same number for all rows of one question.
     sentence_ids_BL: int32, the sentence 1..L of the row that a token belongs
       to; 0 at tokens that the policy did not write. None if the algorithm uses
@@ -140,7 +141,7 @@ class TokenDetails(NamedTuple):
     entropy_BL: float32, the entropy of the new policy in nats.
     advantages_BL: float32, see `TokenBatch`.
     values_BL: float32, see `TokenBatch`; None without a value model.
-    cut_BL: bool, tokens whose gradient the objective cuts, as clipping does.
+    cut_BL: bool, tokens whose gradient the objective cuts, such as by clipping.
     weights_BL: float32, the factor of the token's term in the policy loss, from
       the corrections and the normalisation. A term with the factor 0 has no
       gradient.

@@ -134,8 +134,8 @@ class Bucket:
     import fsspec
 
     self.address = address.rstrip('/')
-    # The packages for buckets raise an error and also log its traceback. At the
-    # log level CRITICAL, the traceback is not printed.
+    # fsspec and gcsfs raise an error and also log its traceback. At the log
+    # level CRITICAL, the traceback is not printed.
     for name in ('fsspec', 'gcsfs'):
       logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -256,8 +256,7 @@ class Bucket:
       except FileNotFoundError:
         return None
       known = json.loads(data)
-      # Both times come from the bucket, because this machine's clock may be
-      # wrong.
+      # Both times are the bucket's, because this machine's clock may be wrong.
       now = email.utils.parsedate_to_datetime(headers['Date'])
       age = now - datetime.datetime.fromisoformat(known['updated'])
       return Written(int(known['generation']), age.total_seconds())
@@ -309,7 +308,10 @@ class Bucket:
       self._files.call('DELETE', *self._object(name), ifGenerationMatch=wanted)
 
   def _object(self, name: str) -> tuple[str, str, str]:
-    """Returns an object's URL template, and the bucket and name to fill in."""
+    """Returns an object's URL template, its bucket and its name.
+
+    Together, the three texts give the object's URL in Google's JSON API.
+    """
     bucket, _, key = self._path(name).partition('/')
     return 'b/{}/o/{}', bucket, key
 

@@ -67,7 +67,7 @@ def is_name(place: str | pathlib.Path) -> bool:
 
 
 def not_here(place: str | pathlib.Path, kind: str = 'folder') -> str:
-  """Returns what an error line says of a path that does not exist here."""
+  """Returns the end of an error line about a path that does not exist here."""
   if not _NAME.fullmatch(str(place)):
     return f'no such {kind}'
   return (
@@ -198,8 +198,8 @@ def push(folder: pathlib.Path, files: Sequence[str], name: str) -> str:
   return str(commit.commit_url)
 
 
-# The functions whose results are cached, so that a process asks the Hub only
-# once for a model.
+# The functions whose results are cached. A process asks the Hub only once for
+# the commit of a name, and once for each set of files of a model.
 CACHED = (_commit, _downloaded)
 
 

@@ -263,7 +263,7 @@ class Interruption:
         ).start()
       else:
         streams.say('abandoned; everything saved before is kept')
-        if os.isatty(1):  # a progress bar has hidden the cursor
+        if os.isatty(1):  # a progress bar may have hidden the cursor
           os.write(1, _SHOW_CURSOR)
         # No stream is flushed, because the main thread may hold the stream's
         # lock while it waits to write.

@@ -31,6 +31,6 @@ def step_key(seed: int, step: int, purpose: Purpose) -> Array:
 
 
 def row_keys(key: Array, first_row: int, count: int) -> Array:
-  """Returns keys [count], made of `key`, for the rows from `first_row` on."""
+  """Returns keys [count], derived from `key`, for rows from `first_row` on."""
   rows = jnp.arange(first_row, first_row + count)
   return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)

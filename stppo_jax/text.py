@@ -57,9 +57,10 @@ _TAG = re.compile(rf'<[/\\]*(?:{_NAMES})[/\\]*>')
 def neutralise_tags(text: str) -> str:
   """Returns the text with `(` and `)` in place of the `<` and `>` of tags.
 
-  Only the tags of the environments are changed. A tag is found whatever its
-  case, white space, zero-width characters, accents and look-alike letters:
-  `< / ＡＮＳＷＥＲ ＞` is a tag too. The rest of the text is unchanged.
+  Only tags with a name in `TAG_NAMES` or `OTHER_TAG_NAMES` are changed. A tag
+  is found whatever its case, white space, zero-width characters, accents and
+  look-alike letters: `< / ＡＮＳＷＥＲ ＞` is a tag too. The rest of the text
+  is unchanged.
   """
   # The loop ends when a pass changes nothing. One pass may leave a tag, because
   # matches do not overlap, and two tags may share a bracket.

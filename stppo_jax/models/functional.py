@@ -160,9 +160,9 @@ class Model:
   def plain_policy(self) -> 'Model':
     """The policy with this model's config, without adapters and value head.
 
-    The policy takes the result of `merge_adapters` as its parameters, or the
-    weights of a file. A value model has a plain policy too, because its weights
-    may be read from the file of a policy.
+    Its parameters are the result of `merge_adapters`, or the weights of a model
+    that a run starts from. A value model has a plain policy too, because its
+    weights may be read from the files of a policy.
     """
     return dataclasses.replace(self, head='vocabulary', lora=None)
 

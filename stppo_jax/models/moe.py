@@ -45,7 +45,7 @@ class Routing:
     expert_ids: int32, the experts that each token visited, [B, L, E] or
       [B, L, layers, E].
     visits_BX: float32, for each row the number of visits of counted tokens to
-      each expert; no gradient. [B, S, X] if S sequences of a row have own sums.
+      each expert; no gradient. [B, S, X] if each row has S separate sums.
     probs_BX: float32, the sums of the router's probabilities p of these tokens;
       differentiable.
   """
@@ -393,7 +393,7 @@ def _sums(x_UK, dy_UN, sizes_X, dtype, interpret: bool) -> Array:
 
 
 def _tile(size: int, most: int) -> int:
-  """Returns a tile's number of columns; the tiles are few and nearly equal."""
+  """Returns a tile's columns, for the fewest tiles of nearly equal size."""
   if size <= most:
     return size
   tiles = -(-size // most)

@@ -72,8 +72,8 @@ class Windows(NamedTuple):
 
   Attributes:
     switch: the field of the file that says whether layers use windows. If the
-      file lacks this field, no layer does. '': the family has no such field,
-      and layers use windows.
+      file lacks this field, no layer uses a window. '': the family has no such
+      field, and the attributes below decide.
     first: the index of the first layer with a window. If the file has
       `max_window_layers`, its value is used instead. 0: layers of all indices
       may have windows, and `max_window_layers` is not read.

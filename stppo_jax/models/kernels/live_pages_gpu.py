@@ -57,7 +57,7 @@ def work_specs(rows: Any) -> Work:
   Args:
     rows: the mesh axes along which rows are sharded.
   """
-  by_row: Any = P(rows)  # Any, because the fields of `Work` are arrays
+  by_row: Any = P(rows)  # Any, because `Work` declares its fields as arrays
   return Work(by_row, by_row)
 
 

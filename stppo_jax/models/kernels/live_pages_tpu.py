@@ -65,7 +65,7 @@ def work_specs(rows: Any) -> Work:
   Args:
     rows: the mesh axes along which rows are sharded.
   """
-  by_row: Any = P(rows)  # Any, because the fields of `Work` are arrays
+  by_row: Any = P(rows)  # Any, because `Work` declares its fields as arrays
   by_place: Any = P(None, rows)
   return Work(by_row, by_row, by_row, by_row, by_place)
 
