@@ -1,1 +1,1 @@
-"""Programs that examine runs, data and machines; the core imports none."""
+"""Programs that examine runs, data and machines, for the commands."""

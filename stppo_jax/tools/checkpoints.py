@@ -112,16 +112,16 @@ def export(
 
   Only the policy's weights are read from the checkpoint. They are sharded over
   the largest number of devices that divides the model width, whatever the mesh
-  of the run was. `config.model` says where the shape and the tokenizer come
-  from. If adapters were trained, it also says where the frozen weights under
-  the adapters come from. Nothing in `workdir` is changed, so the run may still
-  be training.
+  of the run was. `config.model` says where the policy's shape and tokenizer
+  come from. If adapters were trained, `config.model` also says where the frozen
+  weights under the adapters come from. Nothing in `workdir` is changed, so the
+  run may still be training.
 
   Args:
     config: the config of the run.
     workdir: the run's folder.
-    out: the directory to write; `workdir.run_folder` says which directories
-      commands refuse to write.
+    out: the directory to write. The module docstring of `run_folder` says which
+      directories are refused.
     step: the step of the checkpoint; None for the newest valid checkpoint.
     dtype: the dtype of the weights in the files.
     adapters: whether to write the adapters alone, in the format of PEFT.

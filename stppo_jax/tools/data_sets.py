@@ -133,7 +133,7 @@ def _questions(
 
 
 def _page(number: int, question: types.Question) -> str:
-  """Returns a question with its number, options and answers as text."""
+  """Returns a text that shows a question, its number, options and answers."""
   lines = [f'[{number}] {question.data_set} {question.id}', question.text]
   lines += [f'  {key}. {text}' for key, text in question.options.items()]
   lines.append('= ' + ' | '.join(question.golden_answers))

@@ -342,7 +342,7 @@ def record_of(
   trajectory: types.Trajectory,
   sample: int,
 ) -> dict[str, Any]:
-  """Returns a trajectory as plain data with all fields that statistics need."""
+  """Returns a trajectory in the form of a record of dialogues.jsonl."""
   question = trajectory.question
   texts = [tokenizer.decode(turn.token_ids) for turn in trajectory.turns]
   find_answer = rewards.SCOPES[config.env.reward_scope]

@@ -110,8 +110,8 @@ def declared() -> tuple[str, list[str]]:
   The versions are a range such as '>=3.11'. The packages are requirements such
   as 'jax>=0.10,<0.13'.
 
-  In a clone of the repository, the versions are read from its files, which may
-  be newer than the metadata of the installed package.
+  In a clone of the repository, both are read from the files of the clone, which
+  may be newer than the metadata of the installed package.
   """
   root = pathlib.Path(__file__).resolve().parents[2]
   project, required = root / 'pyproject.toml', root / 'requirements.in'
@@ -211,7 +211,7 @@ def memory(available: int | None, needed: int = 0) -> Finding:
 def available_memory() -> int | None:
   """Returns the free bytes of the host's memory; None if they are not known.
 
-  In a container, the result is at most the memory that its limit leaves free.
+  In a container, the result is at most what the container's limit leaves free.
   """
   free = []
   try:

@@ -141,14 +141,15 @@ def _tokens(
   position: int,
   last: str,
 ) -> Iterator[str]:
-  """Yields a line for each token, with its position, id, kinds and text.
+  """Yields a line for each token, with its position, id, marks and text.
 
   Args:
-    tokenizer: the policy's tokenizer.
-    tags: the tags whose tokens are marked.
+    tokenizer: the policy's tokenizer. It says which tokens get the mark
+      'special' or 'added'.
+    tags: the tags, such as <search>. Each token in a tag gets the mark 'tag'.
     ids: the ids of the tokens.
-    position: the position of the first token in the dialogue.
-    last: a word that marks the last token, such as 'stop'; '' for no mark.
+    position: the position in the dialogue of the first of these tokens.
+    last: the mark of the last token, such as 'stop'; '' for no mark.
   """
   pieces = [tokenizer.token_bytes()[i] for i in ids]
   pattern = re.compile('|'.join(map(re.escape, tags)).encode() or b'(?!)')

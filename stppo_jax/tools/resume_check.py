@@ -1,4 +1,4 @@
-"""Checks that a run which is stopped and resumed ends with the same arrays.
+"""Checks that a run ends with the same arrays if it is stopped and resumed.
 
     WORKDIR/whole    a run in one piece
            /cut      the same run, which is stopped after some steps and resumed

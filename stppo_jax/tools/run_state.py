@@ -197,9 +197,9 @@ def _state(
     beat: the run's last heartbeat; None if there is none, as in runs of earlier
       versions.
     is_complete: whether all steps of the run are done.
-    has_lock: whether the folder has a lock file while the run is running. It is
-      False for a folder in a bucket. There, only a new heartbeat shows that the
-      run is running.
+    has_lock: whether a running run has a lock file in this folder. It is False
+      for a folder in a bucket, where only a recent heartbeat shows that the run
+      is running.
   """
   # If the run is on another machine, its process cannot be looked up here. Then
   # only the time of the last heartbeat shows whether the run is alive.
@@ -268,7 +268,7 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
       continue
     try:
       record = json.loads(line)
-      # This raises an error if the step is missing or no number.
+      # This raises an error if the step is missing or is not a number.
       record['step'] += 0
     except _UNREADABLE:  # a part of the line is missing
       continue

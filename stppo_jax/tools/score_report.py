@@ -17,7 +17,7 @@ from stppo_jax.envs import rewards
 Record = Mapping[str, Any]
 _OF_ANSWERS = (rewards.EXACT_MATCH, rewards.SUBSTRING_MATCH)
 _RESAMPLES = 1000
-_INTERVAL = (2.5, 97.5)  # percentiles
+_INTERVAL = (2.5, 97.5)  # the percentiles of a 95 % interval
 _Z = 1.959964  # half of the 95 % interval, in standard deviations
 
 

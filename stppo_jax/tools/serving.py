@@ -127,7 +127,8 @@ async def _serve(app, options: absl_flags.FlagValues) -> int:
     loop, parent = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def parent_ended() -> None:
-      loop.remove_reader(parent)  # a closed pipe would call this again
+      # A closed pipe stays readable, so this function would be called again.
+      loop.remove_reader(parent)
       stopping.set()
 
     # A worker must not outlive its parent. The parent writes nothing to the
@@ -149,7 +150,7 @@ async def _supervise(
   argv: Sequence[str], options: absl_flags.FlagValues
 ) -> int:
   """Serves in several worker processes."""
-  _open_index(options)  # raises errors before any worker starts
+  _open_index(options)  # so that errors are raised before a worker starts
   program = [sys.executable, '-m', 'stppo_jax', 'serve', *argv]
   # Workers get the downloaded folder, so that a worker which replaces another
   # one does not need the bucket.

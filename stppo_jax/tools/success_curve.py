@@ -26,8 +26,8 @@ class Curve(NamedTuple):
     final: the last running mean.
     collapsed: whether the run ends with five or more running means below half
       of `best`.
-    collapsed_at: the number of the last step that the first of these low means
-      averages; nan if the run did not collapse.
+    collapsed_at: the number of the last of the five steps over which the first
+      of these low means is taken; nan if the run did not collapse.
   """
 
   area: float

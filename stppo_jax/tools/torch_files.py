@@ -42,7 +42,7 @@ def convert(place: str, out: pathlib.Path) -> int:
     ) from error
   folder = hub.local_folder(place, (*hub.SMALL, *_PICKLED))
   pickled = _pickled(place, folder)
-  # This module imports jax, so it is only imported after the quick checks.
+  # `export` imports jax, so it is imported only after the quick checks.
   from stppo_jax.models.hf import export
 
   files: Mapping[str, str] = {}

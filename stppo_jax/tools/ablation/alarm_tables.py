@@ -18,7 +18,8 @@ from stppo_jax.training import alarms as alarms_lib
 from stppo_jax.workdir import bucket_files
 from stppo_jax.workdir import run_folder
 
-# Maps the name of a metric to the column of a study's table with its values.
+# Maps the name of a metric to the column of a study's table that has the values
+# of the metric.
 _COLUMNS = {
   metrics[0]: column
   for column, metrics in results.METRICS.items()
@@ -60,7 +61,8 @@ def is_table(name: str) -> bool:
 def show(names: Sequence[str], thresholds: Mapping[str, float]) -> list[str]:
   """Prints a table of how often each alarm rang in some runs.
 
-  If no run is counted, no table is printed.
+  A run that neither finished nor collapsed is left out. If no run is left, no
+  table is printed.
 
   Args:
     names: the paths of tables of studies, of folders of runs, or of folders

@@ -1,4 +1,4 @@
-"""Draws the success and the update metrics of a study's runs over steps."""
+"""Draws the success and other metrics of a study's runs against the step."""
 
 from collections.abc import Mapping, Sequence
 import math
@@ -100,7 +100,7 @@ def _page(
   rows: Mapping[str, tuple[str, bool]],
   height: float,
 ) -> figure.Figure:
-  """Returns a page with a column for each group and a row for each metric."""
+  """Returns a page of panels: one column per group, and one row per metric."""
   # The panels are placed by hand, because an automatic layout takes as long as
   # the drawing itself.
   width = _LEFT + _WIDTH * len(groups) + _RIGHT
@@ -178,7 +178,7 @@ def _seeds(counts: Sequence[int]) -> str:
 
 
 def _draw(axes, curves: Sequence[np.ndarray], number: int) -> Any:
-  """Draws a thin curve for each seed of an arm, and a thick curve of the means.
+  """Draws a thin curve for each seed of an arm, and a thick curve of the mean.
 
   All curves are smoothed.
 

@@ -32,7 +32,7 @@ class Orphan:
 
   @classmethod
   def find(cls, folder: pathlib.Path) -> 'Orphan | None':
-    """Returns the run that a process of this host makes in a folder, if any."""
+    """Returns a folder's run if a process of this host makes it, else None."""
     holder, is_alive = lock.holder(folder) or (None, False)
     return cls(folder, holder.pid) if holder and is_alive else None
 
@@ -90,7 +90,7 @@ def run(
   cores = sorted(os.sched_getaffinity(0))
   each = max(len(cores) // jobs, 1)
   is_new = lambda item: not isinstance(item[1], Orphan)
-  # Orphans already use cores, so they get the first jobs.
+  # Orphans are already running, so they come before the commands to start.
   waiting, worst = sorted(commands.items(), key=is_new), 0
   # launch/run.sh starts the Python interpreter that PYTHON names.
   environment = {'PYTHON': sys.executable, **os.environ}

@@ -94,7 +94,7 @@ class Plan:
     return [x for x in flags if not x.startswith('--config.num_steps=')]
 
   def _flags(self, algorithm: str, changes: Mapping[str, Any]) -> list[str]:
-    """Returns the flags of a config; the overrides of the user come last."""
+    """Returns the flags that set a config; the user's overrides come last."""
     own = [f'--config.{key}={value}' for key, value in changes.items()]
     return [f'--config={self.file}:{algorithm}', *own, *self.flags]
 
@@ -108,11 +108,11 @@ class Plan:
 def digest(plan: Plan, arm: study_lib.Arm, config: Any) -> str:
   """Returns a digest of the settings that decide the results of an arm's runs.
 
-  Only values that differ from `configs/base.py` are part of the digest, so a
-  key that is later added to that file changes no digest. If a default is
-  changed in that file, the digests of the arms that use it do not change
-  either. But the finished runs of these arms used the earlier default, so the
-  user must make these runs again.
+  Only values that differ from the defaults in `configs/base.py` are part of the
+  digest. So if a key is later added to that file, no digest changes. If a
+  default is changed in that file, the digests of the arms that use the default
+  do not change either. But the finished runs of these arms used the earlier
+  default, so the user must make these runs again.
 
   Args:
     plan: the plan, which has the config changes of each supervised start.

@@ -200,7 +200,7 @@ def _read(path: pathlib.Path) -> list[Run]:
 
 
 def distinct(runs: Iterable[Run]) -> list[Run]:
-  """Returns the runs of several tables, each once.
+  """Returns the runs of several tables, each run once.
 
   Runs are the same if they have the same settings and the same seed.
   """

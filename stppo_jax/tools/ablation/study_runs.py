@@ -160,7 +160,7 @@ def _run_commands(plan: plan_lib.Plan, runs) -> Commands:
 def _add(
   commands: Commands, words: list[str], folder: pathlib.Path, state: str
 ) -> None:
-  """Adds a run's command to `commands`, or the process that makes the run.
+  """Adds a run to `commands`: its command, or the process that makes it now.
 
   Nothing is added if a process of another host is making the run.
   """
@@ -248,8 +248,9 @@ def _report(
   Args:
     plan: the study and its folder.
     runs: the finished runs.
-    draws: whether to also make the figures and the page. Making them takes
-      time, so the caller asks for them only if no run is missing.
+    draws: whether to also make the figures and the HTML report of the runs.
+      Making them takes time, so the caller asks for them only if no run is
+      missing.
   """
   if not runs:
     print('no run has finished yet')

@@ -43,7 +43,7 @@ _INSIDE: Mapping[str, _Measure] = {
   'turn length': ('turn_length', np.mean, '.1f'),
 }
 # The first steps have a table of their own, because most policies have not
-# collapsed yet in these steps. A collapsed policy has other ratios.
+# collapsed yet in these steps, and a collapse changes these measures.
 _FIRST_STEPS = 5
 _AT_FIRST = {
   heading: _INSIDE[heading]
@@ -131,7 +131,9 @@ def _inside(
     columns = [run.per_step(column)[:first_steps] for run in runs]
     values = np.array([statistics.over_numbers(reduce, x) for x in columns])
     value = statistics.over_numbers(np.mean, values)
-    if reduce is np.max:  # one run with a ratio of 1e9 would decide the mean
+    # The median of the runs is shown, because one run with a ratio of 1e9 would
+    # decide the mean.
+    if reduce is np.max:
       value = float(np.median(values))
     cells.append('' if math.isnan(value) else f'{value:{form}}')
   return cells

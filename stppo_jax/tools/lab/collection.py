@@ -36,7 +36,7 @@ from stppo_jax.training import engines
 from stppo_jax.workdir import run_record
 
 _log = logging.getLogger(__name__)
-# The fields of a `TokenBatch` that have another name in the file.
+# Maps a field of a `TokenBatch` to its name in the file, if the names differ.
 _NAMES_IN_FILE = {'values_BL': 'old_values_BL'}
 
 
@@ -94,9 +94,8 @@ def collect(
       folder is not changed. None for the weights that the config starts from.
     num_updates: the number of optimizer steps after annotating; None for as
       many as a step of the run makes.
-    continuations: the number of continuations of each prefix of a trajectory,
-      from which the value of the prefix is sampled, see `lab.continuations`; 0
-      for no sampled values.
+    continuations: how often each prefix of a trajectory is continued to sample
+      the value of the prefix, see `lab.continuations`; 0 for no sampled values.
 
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
@@ -201,12 +200,14 @@ def _sampled_values(
 def _with_start(config, workdir):
   """Returns a run's config, which names the weights that the run starts from.
 
-  If the run makes these weights itself, their directory is the `model.path` of
-  the returned config. Otherwise the config is returned unchanged.
+  If the run makes its start weights itself, the `model.path` of the returned
+  config is the directory of these weights. Otherwise the config is returned
+  unchanged.
 
   Raises:
-    Misconfigured: `workdir` is not the folder of a run of `train`; or the run
-      makes these weights, and has not made them yet or `workdir` is None.
+    Misconfigured: `workdir` is not the folder of a run of `train`, or the run
+      has not made its start weights yet. Or `workdir` is None although a run of
+      this config makes its start weights itself.
     CheckpointsMissing: the run has begun, but its checkpoints are missing.
   """
   if workdir is None:
@@ -223,10 +224,10 @@ def _with_start(config, workdir):
 
 
 def _one_epoch(config):
-  """Returns the config with one epoch, for a learner of single minibatches.
+  """Returns a copy of the config with `updates.num_epochs` set to 1.
 
-  `learner.minibatches` makes `num_epochs` passes over the rows that it gets.
-  Here it gets the rows of a single minibatch, over which one pass is made.
+  `learner.minibatches` makes `num_epochs` passes over the rows of a batch. Here
+  each minibatch is a batch of its own, over which one pass is made.
   """
   config = config.copy_and_resolve_references()
   config.updates.num_epochs = 1
@@ -267,7 +268,7 @@ def _arrays(batch: batch_lib.TokenBatch) -> dict[str, np.ndarray]:
 def _updated(
   learner: learner_lib.Learner, state: state_lib.TrainState, batch
 ) -> dict[str, np.ndarray]:
-  """Returns, by name, the outputs of a state's models for a batch's tokens."""
+  """Returns the outputs of a state's models for a batch, by array name."""
   tokens_BL, expert_ids = distributed.from_local_rows(
     (batch.tokens_BL, batch.expert_ids), sharding.batch_sharding(learner.mesh)
   )

@@ -42,7 +42,7 @@ class Comparison(NamedTuple):
 
 
 def compare(compared: Compared) -> Comparison:
-  """Computes all losses and gradients without entropy bonus, and compares them.
+  """Compares the losses and the gradients of algorithms, without entropy bonus.
 
   Raises:
     saved_batch.NotFinite: a result is too large for the precision; the message

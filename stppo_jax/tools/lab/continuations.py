@@ -6,7 +6,8 @@ module samples them. Each dialogue is cut before the first and before the last
 token of each of its turns, and each prefix is continued many times with the
 same engine, environment and limits. A cut before the first token of a turn is
 also the cut after the observation before this turn. A KL penalty inside the
-rewards is left out of the sampled values, although a critic learns it.
+rewards is left out of the sampled values, although a critic learns values with
+the penalty.
 
 The continuations of a prefix share a prompt in the engine: the prefix is
 prefilled once, and the continuations share its pages of the KV cache.

@@ -134,7 +134,7 @@ def penalized(
 
 
 def estimate(estimator: Any, arrays: saved_batch.Arrays) -> saved_batch.Result:
-  """Returns the advantages and returns of a saved batch.
+  """Computes the advantages and the returns of a saved batch.
 
   The metrics are {advantages,returns}/{mean,std,min,max} over the loss mask,
   where std is the root of the unbiased variance. A metric that is too large for
@@ -165,7 +165,7 @@ def estimate(estimator: Any, arrays: saved_batch.Arrays) -> saved_batch.Result:
 
 @functools.partial(jax.jit, static_argnames='num_turns')
 def _estimate(estimator, batch, *, num_turns):
-  """Returns (arrays, scalar metrics), both on the device."""
+  """Returns (arrays by name, metrics by name), on the device."""
   estimated = advantages_lib.estimate_advantages(
     batch.rewards_BL,
     batch,

@@ -45,7 +45,8 @@ def required_arrays(
 ) -> frozenset[str]:
   """Returns the names of the arrays that `loss_and_gradient` reads."""
   names = algorithm.needs | set(_ALWAYS_REQUIRED)
-  if _TURN_Z in names:  # computed from two other arrays, see `_differentiate`
+  # `_differentiate` computes this array from two other arrays.
+  if _TURN_Z in names:
     names = names - {_TURN_Z} | {'rewards_BL', 'group_ids_B'}
   if entropy_coefficient:
     names |= {'entropy_BL'}
@@ -119,7 +120,7 @@ def loss_and_gradient(
 def _differentiate(
   algorithm, batch, logprobs_BL, entropy_BL, entropy_coefficient, *, num_turns
 ):
-  """Returns (arrays, diagnostics, scalar metrics), all on the device."""
+  """Returns (arrays by name, diagnostics, metrics by name), on the device."""
   if _TURN_Z in algorithm.needs:
     z_BL = turn_advantages.turn_z(batch.rewards_BL, batch, num_turns=num_turns)
     batch = batch.replace(turn_z_BL=z_BL)

@@ -1,4 +1,4 @@
-"""Measures the ratios of a saved batch at every level, and algorithms' bounds.
+"""Measures a saved batch's ratios at every level, and the algorithms' bounds.
 
 B trajectories, L tokens. At each level, such as turn or sequence, tokens form
 segments. The log-ratio of a segment is the mean of the log-ratios of its
@@ -138,7 +138,8 @@ def table(levels: Levels) -> str:
   ]
   for label, x in levels.bounds.items():
     cells = [
-      f'{x.low:.5g}' if x.low > 0 else 'none',  # 0 or less excludes no ratio
+      # Ratios are positive, so a bound of 0 or less excludes no ratio.
+      f'{x.low:.5g}' if x.low > 0 else 'none',
       f'{x.high:.5g}',
       f'{x.below:.2%}',
       f'{x.above:.2%}',

@@ -53,7 +53,7 @@ def score(flags: Any, options: _Options) -> None:
 
 
 def advantages(flags: Any, options: _Options) -> None:
-  """Prints the metrics of an estimator and writes advantages and returns."""
+  """Prints an estimator's metrics, and writes its advantages and returns."""
   kl, kl_coefficient = flags.kl, flags.kl_coefficient
   with jax.enable_x64(flags.float64):
     estimator = _build(estimates.build_estimator, options)
@@ -87,7 +87,7 @@ def _own_advantages(
   algorithm: algorithm_lib.Algorithm,
   loaded: saved_batch.Arrays,
 ) -> np.ndarray:
-  """Returns the advantages by an algorithm's estimator on the loaded arrays."""
+  """Returns the advantages that an algorithm's own estimator computes."""
   estimator: Any = algorithm.advantage
   required = estimates.required_arrays(estimator)
   is_penalized = algorithm.kl.where == 'reward'
@@ -159,7 +159,11 @@ def values(flags: Any, options: None) -> None:
 
 
 def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
-  """Returns the advantages of each estimator that can be computed on a file."""
+  """Returns the advantages of all estimators, by the name of the estimator.
+
+  An estimator that cannot be computed on the loaded arrays is left out, and a
+  message is printed.
+  """
   advantages, missing = {}, []
   for name in defaults.DEFAULTS['advantage']:
     estimator = estimates.build_estimator(defaults.choice('advantage', name))
@@ -202,7 +206,7 @@ def _draw(flags: Any, page: str, *contents: Any) -> None:
 
 
 def _build(make: Callable[[Any], Any], options: _Options) -> Any:
-  """Returns the result of `make` for the values of options.
+  """Returns what `make` builds from the values of the options.
 
   Raises:
     Misconfigured: `make` refuses a value; the message names its flag.

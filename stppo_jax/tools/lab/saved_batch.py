@@ -298,7 +298,7 @@ def _out_of_range(
 
 
 def locate(problem: str, wrong: np.ndarray) -> str:
-  """Returns `problem` with the count of wrong elements, and the first index."""
+  """Returns `problem` with the number and the first index of wrong elements."""
   first = [int(i) for i in np.argwhere(wrong)[0]]
   return f'{problem}; {int(wrong.sum())} entries, the first at {first}'
 

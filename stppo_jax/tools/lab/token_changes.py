@@ -31,10 +31,10 @@ _LOG_RATIOS = (-0.5, -0.2, -0.05, -0.01, 0.01, 0.05, 0.2, 0.5)
 
 
 class Groups(NamedTuple):
-  """A grouping of policy tokens: several groups in an order.
+  """The groups of a grouping of policy tokens.
 
   Attributes:
-    labels: a label for each group.
+    labels: the label of each group, in the order of the groups.
     ids_BL: the number of each token's group, from 0; -1 off the loss mask.
   """
 
@@ -44,6 +44,8 @@ class Groups(NamedTuple):
 
 class Shares(NamedTuple):
   """The shares of tokens that an algorithm changes; one element per group.
+
+  A share is over those tokens of a group that have a multiplier.
 
   Attributes:
     cut: the shares of tokens whose multiplier is 0 or negative. The gradient of
@@ -57,8 +59,8 @@ class Shares(NamedTuple):
   amplified: np.ndarray
 
 
-# Maps the name of a grouping to its groups, and to the shares of changed tokens
-# in these groups by the label of each algorithm.
+# Maps the name of a grouping to a pair: its groups, and the shares of changed
+# tokens in these groups, by the label of the algorithm.
 Changes = Mapping[str, tuple[Groups, Mapping[str, Shares]]]
 
 

@@ -206,9 +206,9 @@ def correlations(
 
 
 class _Firsts(NamedTuple):
-  """The sampled value before a turn, for each row, and its noise's variance.
+  """For each row, the sampled value before a turn, and its noise's variance.
 
-  Both are 0 in rows where the sampled value is not known.
+  If `known_B` is False for a row, the value is not known, and both are 0.
   """
 
   known_B: np.ndarray

@@ -103,7 +103,7 @@ class Instruction:
 
   @property
   def number(self) -> int | None:
-    """Returns the value of an integer constant, or a parameter's index."""
+    """Returns an integer constant's value or a parameter's index, else None."""
     text = self.rest.partition(')')[0]
     return int(text) if text.isdigit() else None
 
@@ -159,7 +159,7 @@ class Instruction:
 
   @property
   def group(self) -> tuple[int, ...]:
-    """Returns the first group of devices; () if one group has all devices."""
+    """Returns a collective's first group; () if one group has all devices."""
     # XLA writes groups in three ways: as a list of all devices with the size of
     # a group, as a list of groups, or as axes of a mesh.
     match = re.search(
@@ -204,7 +204,7 @@ class Program(NamedTuple):
   """A compiled program for one device.
 
   Attributes:
-    computations: the instructions of each computation, by its name. A called
+    computations: maps the name of a computation to its instructions. A called
       computation comes before its callers. The last instruction of a
       computation is its result.
     num_devices: the number of devices that the program runs on.

@@ -137,7 +137,8 @@ def _operations(line: hlo.Instruction) -> int:
     (left,), *_ = line.operands
     inner = math.prod(left.dims[axis] for axis in line.contracted)
     return 2 * inner * math.prod(line.arrays[0].dims)
-  if line.opcode == 'convolution':  # on TPU, a matrix product
+  # The compiler for TPU writes a matrix product as a convolution.
+  if line.opcode == 'convolution':
     (left,), (right,) = line.operands
     left, right, result = (
       dict(zip(letters, array.dims))
@@ -163,10 +164,10 @@ def _met(
   lhs_dilate: int = 1,
   rhs_dilate: int = 1,
 ) -> int:
-  """Returns the number of elements in a convolution's window, along one axis.
+  """Returns how many elements a convolution's window meets along one axis.
 
   The number is summed over all positions of the window. Padding and the holes
-  of a dilation are not computed, so they do not count. The compiler for TPU
+  of a dilation are not multiplied, so they do not count. The compiler for TPU
   writes the batch axis of a matrix product as an axis with such wide holes that
   the window meets one element at each position.
   """

@@ -131,7 +131,8 @@ class Plan:
   @property
   def seconds(self) -> tuple[float, float]:
     """Returns the lower bound and the expected number of seconds of a step."""
-    sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # True: phases that collect
+    # For phases that collect and for all others: least and expected seconds.
+    sides = {True: [0.0, 0.0], False: [0.0, 0.0]}
     for name, phase in self.phases.items():
       side = sides[name in roofline.COLLECTING]
       side[0] += phase.bound
@@ -197,9 +198,10 @@ def make(
   config = checks.sized(config, learner, placement, limit)
   held = checks.held_memory(config, learner, placement)
   if placement is not None and 'decode' in programs:
-    held = held._replace(copied=0)  # the cost of decode includes the copy
+    # The cost of decode includes the copied pages of the KV cache.
+    held = held._replace(copied=0)
   axes = dict(mesh.shape)
-  assert packed.loss_positions_BM is not None  # set by `packed_shapes`
+  assert packed.loss_positions_BM is not None  # `packed_shapes` sets this field
   work = metrics.work(
     config,
     learner,
@@ -283,7 +285,7 @@ def estimated_temporaries(
 
   Args:
     work: the sizes that a step depends on, see `roofline.Work`.
-    held: the bytes that one device holds.
+    held: the bytes that one device holds, see `memory.Held`.
     head_chunk: the number of tokens whose logits are in memory at the same
       time; 0 for all tokens.
   """

@@ -64,7 +64,8 @@ class Cost(NamedTuple):
     arguments: the bytes of the arguments, as the compiler lays them out.
     results: the bytes of the results, without results that are written over a
       donated argument.
-    counted: the names under which a plan already counts some of the arguments.
+    counted: the names of the program's arrays that a plan counts as arrays that
+      the run holds, see `memory.Held`.
     in_place: the bytes of the results that are written over donated arguments.
     peak: the largest number of bytes that the program needs at a time, with its
       arguments.
@@ -92,10 +93,10 @@ class Cost(NamedTuple):
   problem: str = ''
 
   def beside(self, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes at the peak without the arrays that a plan counts.
+    """Returns the bytes at the peak without the arrays in `counted`.
 
     Args:
-      sizes: the bytes of the arrays that a plan counts, such as weights and
+      sizes: the bytes of the arrays that the run holds, such as weights and
         moments, by name; see `memory.Held`.
     """
     counted = sum(size for name, size in sizes.items() if name in self.counted)

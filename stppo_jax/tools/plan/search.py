@@ -159,7 +159,8 @@ def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
   """Yields changes that save memory; the cheapest in time come first."""
   updates, rollout = config.updates, config.rollout
   shards = math.prod(plan.axes[axis] for axis in mesh_lib.BATCH_AXES)
-  if rollout.engine == 'local' and rollout.slots:  # 0 means as many as fit
+  # `rollout.slots` = 0 means as many slots as fit in memory.
+  if rollout.engine == 'local' and rollout.slots:
     for part in (2, 4, 8):
       if rollout.slots % part == 0:
         yield 'rollout.slots', rollout.slots // part
@@ -185,7 +186,7 @@ def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
 
 
 def _tried(config, changes: Changes, planner: Planner) -> MeshCandidate:
-  """Returns the plan of a config with changes, or the reason of a refusal."""
+  """Returns the plan of a config with changes, or why they are refused."""
   changes = dict(changes)
   if changes.get('mesh.data') == 1 and 'mesh.fsdp' not in changes:
     changes['mesh.fsdp'] = -1  # fsdp gets the devices of the axis data

@@ -30,7 +30,9 @@ _LABEL_KEYS = 3  # the most config keys in a label
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """The runs of one experiment: only config keys of `_OF_A_RUN` may differ.
+  """The runs of one experiment, such as runs with different seeds.
+
+  The configs of these runs may differ only in the keys of `_OF_A_RUN`.
 
   Attributes:
     label: a text for legends that tells the group from all other groups.
@@ -122,7 +124,7 @@ def _scores(run: run_files.Run) -> list[str]:
 
 
 def _settings(run: run_files.Run) -> str:
-  """Returns, as text, the settings that a run shares with its experiment."""
+  """Returns a text of a run's config values without the keys of `_OF_A_RUN`."""
   if not run.recorded:  # a run without a config is a group of its own
     return run.place
   return _text({k: v for k, v in run.recorded.items() if not _is_free(k)})

@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
 
 
 class _Part(NamedTuple):
-  """The dialogues of one kind in a step of a run, and their packed lines."""
+  """The training or evaluation dialogues of a step, with their packed lines."""
 
   run: int
   step: int
@@ -68,7 +68,8 @@ def encode(
 
   Args:
     runs: the runs.
-    most: the largest number of dialogues. Evaluations get at most half of it.
+    most: the largest number of dialogues. At most half of them come from
+      evaluations.
     most_bytes: the largest size of all parts together, in bytes.
     losses: a list to which a message is added for each dialogue that cannot be
       read.
@@ -244,7 +245,7 @@ def pack_json(value: Any) -> str:
 
 
 def rounded(value: float | None) -> float | None:
-  """Returns a value rounded to six digits; None for None, nan and infinity."""
+  """Rounds to six significant digits; None for None, nan and infinity."""
   if value is None or not math.isfinite(value):
     return None
   return float(f'{value:.{_DIGITS}g}')

@@ -63,7 +63,7 @@ def write(
 def _lines(
   config, metrics, source, name, step, *, adapters: bool
 ) -> Iterator[str]:
-  """Yields the lines of a card."""
+  """Yields the lines of a model card."""
   card = source / CARD if source else None
   # The card of the base model may have another encoding than UTF-8, but its
   # lines about the licence are ASCII.

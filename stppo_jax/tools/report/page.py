@@ -99,8 +99,8 @@ def contents(groups: Sequence[comparison.Group]) -> dict[str, Any]:
   """Returns the data of the page, except metrics and dialogues, as plain types.
 
   A list about runs has one element for each run, and a list about groups has
-  one element for each group, in the order of `groups`. The mean and the range
-  of a group over its seeds are a result of `summary.spread`.
+  one element for each group, in the order of `groups`. Where an element gives
+  a group's mean and range over seeds, it is a result of `summary.spread`.
   """
   runs = [run for members in groups for run in members.runs]
   firsts = [members.runs[0] for members in groups]

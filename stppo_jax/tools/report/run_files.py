@@ -257,7 +257,10 @@ def _is_number_or_none(value: Any) -> bool:
 
 
 def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
-  """Returns `Run.recorded`; adds a message to `losses` if it cannot be read."""
+  """Returns the field `recorded` of a `Run`.
+
+  If the config cannot be read, a message is added to `losses`.
+  """
   path = folder / 'config.json'
   try:
     config = settings.flatten(json.loads(path.read_text('utf-8')))

@@ -15,7 +15,7 @@ from stppo_jax.tools.report import run_files
 from stppo_jax.training import alarms as alarms_lib
 
 _LAST = 10  # the number of steps whose mean is a "last" value
-_EVALUATION = 'val/'  # followed by the name of the score and of the data set
+_EVALUATION = 'val/'  # the prefix of metrics named val/SCORE/DATA_SET
 _TOKENS = 'turn_length/tokens/turn_'
 LEVELS = ('token', 'turn', 'sentence', 'sequence')
 PHASES = (
@@ -112,7 +112,7 @@ def rows(contents: Mapping[str, Any]) -> list[list[str]]:
 
 
 def outside_by_turn(run: run_files.Run) -> dict[str, list[list[float]]]:
-  """Returns the share of tokens outside the bounds by level and turn.
+  """Returns, by level and turn, the share of tokens outside the bounds.
 
   Returns:
     For each level of the ratio, a list [turn, share, tokens] for each turn. The
@@ -139,7 +139,7 @@ def outside_by_turn(run: run_files.Run) -> dict[str, list[list[float]]]:
 def _weighted(
   shares: Mapping[int, float], tokens: Mapping[int, float]
 ) -> tuple[float, float]:
-  """Returns the mean of the steps' shares, and the number of all tokens.
+  """Returns the weighted mean of the steps' shares, and the number of tokens.
 
   Args:
     shares: the share of tokens outside the bounds, by step.
