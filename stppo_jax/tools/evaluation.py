@@ -387,7 +387,7 @@ def _report(
 
 
 def _read_settings(config) -> dict[str, Any]:
-  """Returns the config values that dialogues depend on, in JSON's types."""
+  """Returns the config values that dialogues depend on, as read from JSON."""
   values = {
     key: value
     for key, value in settings.flatten(config).items()

@@ -226,7 +226,7 @@ def rows(reports: Sequence[SetReport]) -> list[list[str]]:
 
 
 def as_text(table: Sequence[Sequence[str]]) -> str:
-  """Returns a table with aligned columns, for a terminal."""
+  """Returns a table as text with aligned columns, for a terminal."""
   return '\n'.join(streams.aligned(table, right=True))
 
 

@@ -94,7 +94,7 @@ def tables(
 
 
 def alarms(runs: Sequence[results.Run]) -> dict[str, Table]:
-  """Returns the table of the alarms, by title; {} if no alarm could ring."""
+  """Returns {title: the table of the alarms}; {} if no alarm could ring."""
   rings = [alarm_tables.of_table(run) for run in runs]
   table = alarm_tables.table(rings, results.ALARMS)
   return {'Alarms': table} if len(table) > 1 else {}
@@ -186,14 +186,14 @@ def _interval(found: statistics.Estimate, seeds: int, form: str) -> str:
 
 
 def as_text(found: Mapping[str, Table]) -> str:
-  """Returns titles and tables for a terminal."""
+  """Returns tables with their titles as text, for a terminal."""
   return '\n\n'.join(
     f'{title}\n{score_report.as_text(table)}' for title, table in found.items()
   )
 
 
 def as_markdown(found: Mapping[str, Table]) -> str:
-  """Returns titles and tables in Markdown."""
+  """Returns tables with their titles in Markdown."""
   return '\n'.join(
     f'{title}:\n\n{score_report.as_markdown(table)}'
     for title, table in found.items()

@@ -148,7 +148,7 @@ class Instruction:
 
   @property
   def cycles(self) -> int:
-    """The cycles that the compiler for TPU estimates; 0 if unknown."""
+    """The cycles of a kernel, by the TPU compiler's estimate; 0 if unknown."""
     cycles = int(self._found(r'"estimated_cycles":"(\d+)"') or 0)
     return 0 if cycles == _NO_ESTIMATE else cycles
 

@@ -206,7 +206,7 @@ def _factors(number: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _rank(tried: MeshCandidate) -> tuple:
-  """Returns the sort key of a candidate.
+  """Returns the sort key of a mesh candidate.
 
   Plans that fit come first, sorted by time. Plans that do not fit follow,
   sorted by memory. Refused settings come last.

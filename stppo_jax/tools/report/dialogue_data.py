@@ -153,7 +153,7 @@ def _read(
 
 
 def _index(parts: Sequence[_Part]) -> dict[str, Any]:
-  """Returns the index, see `Encoded`."""
+  """Returns the index of the dialogues in parts, see `Encoded`."""
   questions: dict[str, int] = {}
   keys: dict[tuple[str, str, str], int] = {}
   statuses: dict[str, int] = {}

@@ -197,7 +197,7 @@ LINES = {'stab/rho': 'algorithm.correction.clipping_bias.tau'}
 
 
 def layout(names: Sequence[str]) -> list[dict[str, Any]]:
-  """Returns the sections, with the figures for which there are metrics.
+  """Returns a report's sections, with the figures for which there are metrics.
 
   Args:
     names: the names of the metrics of all runs.
