@@ -1,1 +1,5 @@
-"""Programs that examine runs, data and machines, for the commands."""
+"""Programs that examine runs, data and machines.
+
+Commands and benchmarks use these programs. The core of the package imports none
+of them.
+"""

@@ -73,7 +73,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
 
 
 def _lines(stream: TextIO) -> Iterator[str]:
-  """Yields a stream's lines that are not blank, without spaces at their ends.
+  """Yields a stream's lines that are not blank, stripped of outer white space.
 
   If the stream is a terminal, a prompt is printed before each line is read.
   """

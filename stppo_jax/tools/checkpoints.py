@@ -120,8 +120,8 @@ def export(
   Args:
     config: the config of the run.
     workdir: the run's folder.
-    out: the directory to write. The module docstring of `run_folder` says which
-      directories are refused.
+    out: the directory to write. The docstring of the module
+      `workdir.run_folder` says which directories are refused.
     step: the step of the checkpoint; None for the newest valid checkpoint.
     dtype: the dtype of the weights in the files.
     adapters: whether to write the adapters alone, in the format of PEFT.

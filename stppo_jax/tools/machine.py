@@ -211,7 +211,8 @@ def memory(available: int | None, needed: int = 0) -> Finding:
 def available_memory() -> int | None:
   """Returns the free bytes of the host's memory; None if they are not known.
 
-  In a container, the result is at most what the container's limit leaves free.
+  In a container, the result is at most the number of bytes that the limit of
+  the container leaves free.
   """
   free = []
   try:

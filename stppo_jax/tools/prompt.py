@@ -146,7 +146,8 @@ def _tokens(
   Args:
     tokenizer: the policy's tokenizer. It says which tokens get the mark
       'special' or 'added'.
-    tags: the tags, such as <search>. Each token in a tag gets the mark 'tag'.
+    tags: the tags, such as <search>. Each token that has a part of a tag gets
+      the mark 'tag'.
     ids: the ids of the tokens.
     position: the position in the dialogue of the first of these tokens.
     last: the mark of the last token, such as 'stop'; '' for no mark.

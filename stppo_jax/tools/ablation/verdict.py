@@ -131,8 +131,8 @@ def _inside(
     columns = [run.per_step(column)[:first_steps] for run in runs]
     values = np.array([statistics.over_numbers(reduce, x) for x in columns])
     value = statistics.over_numbers(np.mean, values)
-    # The median of the runs is shown, because one run with a ratio of 1e9 would
-    # decide the mean.
+    # Of the largest ratios of the runs, the median is shown, because one run
+    # with a ratio of 1e9 would decide the mean.
     if reduce is np.max:
       value = float(np.median(values))
     cells.append('' if math.isnan(value) else f'{value:{form}}')

@@ -45,7 +45,7 @@ def required_arrays(
 ) -> frozenset[str]:
   """Returns the names of the arrays that `loss_and_gradient` reads."""
   names = algorithm.needs | set(_ALWAYS_REQUIRED)
-  # `_differentiate` computes this array from two other arrays.
+  # `_differentiate` computes turn_z_BL from two other arrays.
   if _TURN_Z in names:
     names = names - {_TURN_Z} | {'rewards_BL', 'group_ids_B'}
   if entropy_coefficient:

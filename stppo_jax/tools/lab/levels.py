@@ -138,7 +138,7 @@ def table(levels: Levels) -> str:
   ]
   for label, x in levels.bounds.items():
     cells = [
-      # Ratios are positive, so a bound of 0 or less excludes no ratio.
+      # Ratios are positive, so a lower bound of 0 or less excludes no ratio.
       f'{x.low:.5g}' if x.low > 0 else 'none',
       f'{x.high:.5g}',
       f'{x.below:.2%}',

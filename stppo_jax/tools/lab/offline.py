@@ -53,7 +53,7 @@ def score(flags: Any, options: _Options) -> None:
 
 
 def advantages(flags: Any, options: _Options) -> None:
-  """Prints an estimator's metrics, and writes its advantages and returns."""
+  """Prints an estimator's metrics; writes the advantages and the returns."""
   kl, kl_coefficient = flags.kl, flags.kl_coefficient
   with jax.enable_x64(flags.float64):
     estimator = _build(estimates.build_estimator, options)
@@ -159,7 +159,7 @@ def values(flags: Any, options: None) -> None:
 
 
 def _estimated(flags: Any, loaded: saved_batch.Arrays) -> dict[str, np.ndarray]:
-  """Returns the advantages of all estimators, by the name of the estimator.
+  """Returns the advantages of each estimator, by the estimator's name.
 
   An estimator that cannot be computed on the loaded arrays is left out, and a
   message is printed.
@@ -206,7 +206,7 @@ def _draw(flags: Any, page: str, *contents: Any) -> None:
 
 
 def _build(make: Callable[[Any], Any], options: _Options) -> Any:
-  """Returns what `make` builds from the values of the options.
+  """Returns the object that `make` builds from the values of the options.
 
   Raises:
     Misconfigured: `make` refuses a value; the message names its flag.

@@ -159,7 +159,10 @@ class Instruction:
 
   @property
   def group(self) -> tuple[int, ...]:
-    """Returns a collective's first group; () if one group has all devices."""
+    """Returns the device numbers of a collective's first group.
+
+    The result is () if one group has all devices.
+    """
     # XLA writes groups in three ways: as a list of all devices with the size of
     # a group, as a list of groups, or as axes of a mesh.
     match = re.search(

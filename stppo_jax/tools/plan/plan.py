@@ -131,7 +131,8 @@ class Plan:
   @property
   def seconds(self) -> tuple[float, float]:
     """Returns the lower bound and the expected number of seconds of a step."""
-    # For phases that collect and for all others: least and expected seconds.
+    # The key True is for phases that collect, and False for all other phases.
+    # The values are the least and the expected seconds.
     sides = {True: [0.0, 0.0], False: [0.0, 0.0]}
     for name, phase in self.phases.items():
       side = sides[name in roofline.COLLECTING]

@@ -64,8 +64,8 @@ class Cost(NamedTuple):
     arguments: the bytes of the arguments, as the compiler lays them out.
     results: the bytes of the results, without results that are written over a
       donated argument.
-    counted: the names of the program's arrays that a plan counts as arrays that
-      the run holds, see `memory.Held`.
+    counted: the names in `memory.Held` of some of the program's arrays. A plan
+      already counts these arrays, because the run holds them.
     in_place: the bytes of the results that are written over donated arguments.
     peak: the largest number of bytes that the program needs at a time, with its
       arguments.

@@ -186,7 +186,7 @@ def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
 
 
 def _tried(config, changes: Changes, planner: Planner) -> MeshCandidate:
-  """Returns the plan of a config with changes, or why they are refused."""
+  """Returns the plan of a changed config, or the reason for its refusal."""
   changes = dict(changes)
   if changes.get('mesh.data') == 1 and 'mesh.fsdp' not in changes:
     changes['mesh.fsdp'] = -1  # fsdp gets the devices of the axis data

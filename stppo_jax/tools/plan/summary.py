@@ -182,8 +182,9 @@ def text(summary: Mapping[str, Any]) -> list[str]:
 def _sections(memory: Mapping[str, Any]) -> dict[str, dict[str, int]]:
   """Returns the sections of a table of a device's memory, by title.
 
-  A section maps what is in memory, such as the weights of a model, to bytes.
-  The last section has the total, the limit and the difference between them.
+  A section maps the name of a part of the memory, such as 'policy parameters',
+  to bytes. The last section has the total, the limit and the difference between
+  them.
   """
   learning, collecting = dict(memory['sizes']), dict(memory['collecting'])
   # The memory that is held all the time, if the same devices learn and collect.

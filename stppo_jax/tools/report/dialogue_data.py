@@ -46,7 +46,10 @@ class Encoded(NamedTuple):
 
 
 class _Part(NamedTuple):
-  """The training or evaluation dialogues of a step, with their packed lines."""
+  """The training or evaluation dialogues of a run's step, and their lines.
+
+  The lines are compressed, see `pack`.
+  """
 
   run: int
   step: int
@@ -68,8 +71,8 @@ def encode(
 
   Args:
     runs: the runs.
-    most: the largest number of dialogues. At most half of them come from
-      evaluations.
+    most: the largest number of dialogues. The dialogues of evaluations get at
+      most half of this number.
     most_bytes: the largest size of all parts together, in bytes.
     losses: a list to which a message is added for each dialogue that cannot be
       read.
@@ -245,7 +248,7 @@ def pack_json(value: Any) -> str:
 
 
 def rounded(value: float | None) -> float | None:
-  """Rounds to six significant digits; None for None, nan and infinity."""
+  """Returns a value to six significant digits; None for None, nan and inf."""
   if value is None or not math.isfinite(value):
     return None
   return float(f'{value:.{_DIGITS}g}')

@@ -259,7 +259,8 @@ def _is_number_or_none(value: Any) -> bool:
 def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
   """Returns the field `recorded` of a `Run`.
 
-  If the config cannot be read, a message is added to `losses`.
+  If the config cannot be read, the result is {}, and a message is added to
+  `losses`.
   """
   path = folder / 'config.json'
   try:
