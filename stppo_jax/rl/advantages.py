@@ -166,9 +166,9 @@ def gae_estimator(
       rewards_BL, batch.values_BL, step_mask_BL, gamma=gamma, lambda_=lambda_
     )
   values_BL = masking.select(batch.values_BL, step_mask_BL)
-  # With steps='turn' the critic is trained at the first token of each turn
-  # only. But a turn's return, like its advantage, stands at all policy tokens
-  # of the turn.
+  # With steps='turn', all policy tokens of a turn get the turn's return, as
+  # they get its advantage, although the critic is trained only at the first
+  # token of the turn.
   if critic_tokens == 'policy':
     value_mask_BL, returns_mask_BL = step_mask_BL & mask_BL, mask_BL
   else:
@@ -187,7 +187,11 @@ BASELINES = ('critic', 'explained')
 
 
 def _explained(values_BL, returns_BL, mask_BL):
-  """Returns the values or, if they explain no variance, the mean return."""
+  """Returns the baseline: the values, or the mean of the returns.
+
+  The values are the baseline if their explained variance over the mask is
+  positive.
+  """
   mean, variance = masking.masked_moments(returns_BL, mask_BL)
   _, missed = masking.masked_moments(returns_BL - values_BL, mask_BL)
   # The explained variance is 1 - missed / variance. It is positive if `missed`

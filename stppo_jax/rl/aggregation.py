@@ -45,10 +45,10 @@ def segment_weights(
   *,
   num_turns: int,
 ) -> tuple[Array, Array]:
-  """Returns weights that give each segment of a level a total weight of 1.
+  """Returns token weights that add up to 1 in each segment, and the count.
 
   Args:
-    level: a key of `segments.LEVELS`.
+    level: the kind of segments, a key of `segments.LEVELS`, such as 'turn'.
     batch: the batch, whose loss mask and ids of the level are read.
     dtype: the dtype of weights and count.
     num_turns: static, the most turns a row can have.

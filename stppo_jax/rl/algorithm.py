@@ -53,7 +53,8 @@ class Algorithm(options.Options):
     if ratio['normalize'] == 'guard' and objective['name'] not in clips:
       # The guard multiplies the log-ratio, and so the ratio's gradient, by a
       # scale, and divides the loss terms by the same scale. So the gradient of
-      # the objective must flow through the ratio, as in those of `clips`.
+      # the objective must flow through the ratio, as it does in the objectives
+      # that `clips` names.
       rule = "'none' when objective.name is neither " + ' nor '.join(clips)
       yield 'ratio.normalize', ratio['normalize'], rule
     name = advantage['name']
@@ -82,7 +83,7 @@ class Algorithm(options.Options):
     )
 
   def _choices(self) -> Iterator[tuple[options.Choice, options.Options]]:
-    """Yields the table entry and the options of each choice in the loss."""
+    """Yields the chosen table entries of the loss, each with its options."""
     yield ratios.NORMALIZATIONS[self.ratio.normalize], self.ratio
     yield bounds_lib.BOUNDS[self.bounds.name], self.bounds
     yield objectives.OBJECTIVES[self.objective.name], self.objective

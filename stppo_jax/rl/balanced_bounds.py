@@ -24,7 +24,7 @@ MAX_STEPS = 10_000
 
 @options_lib.dataclass
 class Balanced(options_lib.Named):
-  """Options of `balanced`."""
+  """Options of `balanced`, which the docstring of `balance` explains."""
 
   low: float = options_lib.number(at_most=1.0)
   high: float = options_lib.number()
@@ -53,7 +53,7 @@ class Balanced(options_lib.Named):
 
 
 class _Interval(typing.NamedTuple):
-  """The two bounds, or the number of steps that each bound has taken."""
+  """A number for each of the two bounds: its value, or a count of steps."""
 
   low: Array
   high: Array
@@ -85,8 +85,8 @@ def balance(
     sum_{A > 0} pi_old min(r A, clip(r) A) / sum pi_old |min(r A, clip(r) A)|
 
   The bounds start as `low` and `high`. While the share is below
-  `positive_share`, the upper bound grows in steps of high_step up to
-  high_limit. After that, the lower bound grows in steps of low_step up to
+  `positive_share`, first the upper bound grows in steps of high_step up to
+  high_limit, and then the lower bound grows in steps of low_step up to
   low_limit. If both limits are reached, the share may be smaller than wanted.
   Source: arXiv 2510.18927. In its Eq. 8 the denominator is the absolute value
   of the whole sum. The sum of the terms' absolute values is our choice.

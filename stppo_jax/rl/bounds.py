@@ -100,13 +100,13 @@ def by_reward(
     f         = 1 + strength (2 sigmoid(z) - 1)
 
   z is `turn_z_BL` of the batch. In the last turn of a row z is 0. In every
-  other turn k, z is the reward of the turn, normalised over the turns k of the
-  question's rows that are not last turns. Source: arXiv 2605.06200, with
+  other turn k, z is the reward of the turn, normalised over the turns k of all
+  rows of the question, without last turns. Source: arXiv 2605.06200, with
   strength 0.3.
   """
   del statistics
   z_BL = masking.select(context.batch.turn_z_BL, context.mask_BL)
-  f_BL = 1 + strength * jnp.tanh(z_BL / 2)  # 2 sigmoid(z) - 1
+  f_BL = 1 + strength * jnp.tanh(z_BL / 2)  # tanh(z / 2) = 2 sigmoid(z) - 1
   return 1 - f_BL * clip_low, 1 + f_BL * clip_high
 
 

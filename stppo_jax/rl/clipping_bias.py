@@ -68,7 +68,11 @@ class Sums(NamedTuple):
 
 
 def _split(ratio_BL, advantages_BL, loss_mask_BL, low, high):
-  """Returns w A [B, L] and the masks of U and V, all detached."""
+  """Returns w A, detached, and the masks of U and V: three arrays [B, L].
+
+  w is the ratio and A the advantage of a token. U are the policy tokens with w
+  outside the bounds, and V the other policy tokens.
+  """
   # w and A are detached, so that no gradient flows through the norms.
   ratio_BL = sg(jnp.where(loss_mask_BL, ratio_BL, 1))
   weighted_BL = ratio_BL * sg(masking.select(advantages_BL, loss_mask_BL))
@@ -111,10 +115,10 @@ def _turn_sums(turns, *arguments) -> Sums:
 
 
 def scale_of(sums: Sums, *, tau: Number, kept_empty: float = 0.0) -> Array:
-  """Returns s for each set of tokens that was summed: 1 / rho or 1.
+  """Returns the factor s of the loss terms, for each summed set of tokens.
 
-  s is 1 / rho if rho > tau. rho is N_U / (N_V + 1e-8), with `kept_empty` in the
-  place of N_V if V is empty. If U is empty, rho is 0.
+  s is 1 / rho if rho > tau, else 1. rho is N_U / (N_V + 1e-8), with
+  `kept_empty` in the place of N_V if V is empty. If U is empty, rho is 0.
   """
   clipped = jnp.sqrt(masking.divide(sums.clipped_squares, sums.clipped_count))
   kept = jnp.sqrt(masking.divide(sums.kept_squares, sums.kept_count))
@@ -141,7 +145,10 @@ NORMS = ('coefficient', 'gradient')
 
 
 def _scale(context, sum_arguments, minibatch_sums, *, tau, scope):
-  """Returns s for a scope: a scalar, or an array that broadcasts to [B, L]."""
+  """Returns the factor s of the loss terms, with rho formed over a scope.
+
+  s is a scalar, or an array that broadcasts to [B, L].
+  """
   if scope == 'minibatch':
     return scale_of(minibatch_sums, tau=tau)
   if scope == 'microbatch':

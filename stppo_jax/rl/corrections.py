@@ -75,7 +75,7 @@ TRUNCATED: Mapping[str, Callable[[LossContext], Array]] = {
 
 @options.dataclass
 class Mismatch(options.Options):
-  """Options that define k.
+  """Options of k, the trainer's probability over the sampler's.
 
   Attributes:
     level: the tokens that share a k, one of `LEVELS`.
@@ -136,7 +136,7 @@ class Mis(Mismatch):
 
 
 def mis(log_k_BL: Array, *, cap: Number) -> Array:
-  """Returns k where k <= cap, else 0."""
+  """Returns the weights of policy terms: k where k <= cap, else 0."""
   k_BL = jnp.exp(log_k_BL)
   return jnp.where(k_BL <= cap, k_BL, 0)
 
@@ -155,7 +155,7 @@ class Icepop(Mismatch):
 
 
 def icepop(log_k_BL: Array, *, least: Number, most: Number) -> Array:
-  """Returns k where least <= k <= most, else 0."""
+  """Returns the weights of policy terms: k if least <= k <= most, else 0."""
   k_BL = jnp.exp(log_k_BL)
   inside_BL = (k_BL >= least) & (k_BL <= most)
   return jnp.where(inside_BL, k_BL, 0)
@@ -169,7 +169,7 @@ class GeoRs(Mismatch):
 
 
 def geo_rs(log_k_BL: Array, *, band: Number) -> Array:
-  """Returns 0 where |log k| > band, else 1."""
+  """Returns the weights of policy terms: 0 where |log k| > band, else 1."""
   return (jnp.abs(log_k_BL) <= band).astype(log_k_BL.dtype)
 
 

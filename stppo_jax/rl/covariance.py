@@ -28,8 +28,10 @@ class ClipCov(options_lib.Named):
   """Options of the objective `clip_cov`.
 
   Attributes:
-    share: the share of the policy tokens that is chosen and cut.
-    least, most: only tokens whose covariance lies between these may be chosen.
+    share: the share of the policy tokens that is chosen. The terms of chosen
+      tokens are set to 0.
+    least, most: only tokens whose covariance lies between these two limits may
+      be chosen.
   """
 
   share: float = options_lib.number(above=0.0, at_most=1.0)
@@ -61,8 +63,8 @@ class Covariance(typing.NamedTuple):
   Attributes:
     advantage: the mean of A over the policy tokens.
     logprob: the mean of log pi over the policy tokens.
-    threshold: a token is chosen if its number (its covariance, or its random
-      number from `lots`) is at least this threshold.
+    threshold: a token that may be chosen is chosen if its covariance or, for
+      `clip_cov`, its random number from `lots` is at least this threshold.
   """
 
   advantage: Array
@@ -83,14 +85,14 @@ class Covariance(typing.NamedTuple):
     mask_BL: Array,
     share: Array | float,
   ) -> 'Covariance':
-    """Returns a copy with a threshold that a share of the tokens reaches.
+    """Returns these scalars with a threshold that a share of tokens reaches.
 
     The chosen tokens are the eligible tokens with the largest x. At least one
-    token is chosen. If fewer tokens than the share are eligible, all eligible
-    tokens are chosen.
+    token is chosen if any is eligible. If fewer tokens than the share are
+    eligible, all eligible tokens are chosen.
 
     Args:
-      x_BL: the number of each token that is compared with the threshold.
+      x_BL: for each token the number that is compared with the threshold.
       eligible_BL: bool, the tokens that may be chosen.
       mask_BL: the policy tokens.
       share: the share of the policy tokens that is chosen.

@@ -246,9 +246,9 @@ def describe(name: str, x: Array, mask: Array) -> dict[str, Array]:
 
 
 def critic_diagnostics(batch: batch_lib.TokenBatch) -> dict[str, Array]:
-  """Returns metrics of values and returns at the tokens of `value_mask_BL`.
+  """Returns metrics of the critic's values and of its targets, the returns.
 
-  These are the tokens at which the value model is trained.
+  Only tokens of `value_mask_BL`, where the value model is trained, are read.
   `critic/vf_explained_var` is 1 - var(returns - values) / var(returns), and 0
   if the returns do not vary.
 

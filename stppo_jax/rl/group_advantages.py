@@ -64,7 +64,7 @@ class Group(options_lib.Named):
 
 @options_lib.dataclass
 class GroupNormalized(Group):
-  """Options of `group_normalized`; epsilon is added to the deviation."""
+  """Options of `group_normalized`; epsilon is added to std."""
 
   epsilon: float = options_lib.number(above=0.0)
 
@@ -77,27 +77,28 @@ def group_normalized(
 ) -> Array:
   """Returns (R - mean) / (std + epsilon) over the group: GRPO.
 
-  The standard deviation is the unbiased one, like torch.std, which verl and TRL
-  use. epsilon is 1e-6 in verl and 1e-4 in TRL. Source: arXiv 2402.03300.
+  R is the reward of a row. The standard deviation is unbiased, like torch.std,
+  which verl and TRL use. epsilon is 1e-6 in verl and 1e-4 in TRL. Source: arXiv
+  2402.03300.
   """
   reward_B, pairs_BB = rows(rewards_BL, batch)
   return to_tokens(masking.standardized(reward_B, pairs_BB, epsilon), batch)
 
 
 def group_centered(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
-  """Returns R - mean over the group: Dr. GRPO and MiniRL.
+  """Returns R - mean R over the group: Dr. GRPO and MiniRL.
 
-  Sources: arXiv 2503.20783, arXiv 2512.01374.
+  R is the reward of a row. Sources: arXiv 2503.20783, arXiv 2512.01374.
   """
   total_B, count_B = masking.differences(*rows(rewards_BL, batch))
   return to_tokens(masking.divide(total_B, count_B), batch)
 
 
 def leave_one_out(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
-  """Returns R - mean over the other rows of the group: RLOO.
+  """Returns R - mean R over the other rows of the group: RLOO.
 
-  With G rows in the group, the advantage is G / (G - 1) times `group_centered`.
-  Source: arXiv 2402.14740.
+  R is the reward of a row. With G rows in the group, the advantage is
+  G / (G - 1) times `group_centered`. Source: arXiv 2402.14740.
   """
   total_B, count_B = masking.differences(*rows(rewards_BL, batch))
   others_B = jnp.maximum(count_B - 1, 0)

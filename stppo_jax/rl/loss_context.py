@@ -84,7 +84,7 @@ class LossContext:
     return self.ratio_at(self.level)
 
   def segments(self, level: str) -> segments_lib.Segments:
-    """Returns the segments of a level."""
+    """Returns the segments of a level; for the level 'turn', the turns."""
     return segments_lib.level_segments(
       level, self.batch, num_turns=self.num_turns
     )

@@ -355,7 +355,7 @@ def _imitated(context, least):
 
 
 def _trusted(ratio_BL, advantages_BL, low, high):
-  """Returns the ratio, or the bound at cut tokens, and a mask of cut tokens."""
+  """Returns the ratio, set to the bound at cut tokens, and their mask."""
   above_BL = (ratio_BL > high) & (advantages_BL > 0)
   below_BL = (ratio_BL < low) & (advantages_BL < 0)
   # These selections have the same value as max and clip. If the ratio lies

@@ -193,7 +193,7 @@ def count() -> Any:
 
 
 def section(options: Section) -> Any:
-  """Returns a field that holds the options of a dataclass or of a table."""
+  """Returns a field with options: of a dataclass, or of a choice in a table."""
   return dataclasses.field(metadata={'rule': options})
 
 

@@ -146,7 +146,10 @@ def _guard(log_ratio_BL, batch, target, *, num_turns):
 
 
 def _guard_target(log_ratio_BL, batch, *, num_turns):
-  """Returns the mean spread over the turns whose log-ratios vary."""
+  """Returns the target: the mean spread of the turns whose log-ratios vary.
+
+  The spread of a turn is the standard deviation of its tokens' log-ratios.
+  """
   turns = _turns(log_ratio_BL, batch, num_turns)
   return masking.masked_mean(turns.spread_BT, turns.varies_BT)
 

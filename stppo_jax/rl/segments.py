@@ -95,7 +95,8 @@ def _totals_unrolled(x_BL, ids_BL, num_segments):
 
 def _spread_unrolled(x_BT, ids_BL, num_segments):
   out_BL = jnp.zeros(ids_BL.shape, x_BT.dtype)
-  columns = jnp.split(x_BT, num_segments, axis=1)  # slices, not a gather
+  # The columns are slices, because the gradient of a gather would be a scatter.
+  columns = jnp.split(x_BT, num_segments, axis=1)
   for own_BL, x_B1 in zip(_columns(ids_BL, num_segments), columns, strict=True):
     out_BL = jnp.where(own_BL, jnp.broadcast_to(x_B1, ids_BL.shape), out_BL)
   return out_BL
@@ -106,7 +107,7 @@ def _ids_in_range(ids_BL, num_segments):
 
 
 def _totals_segment_sum(x_BL, ids_BL, num_segments):
-  """Returns sums over segments of numbers [B, L] or vectors [B, L, ...]."""
+  """Sums numbers [B, L], or vectors [B, L, ...], over each segment."""
   num_tables = _NUM_TABLES if num_segments <= MAX_UNROLLED else 1
   # With n tables, table i sums tokens i, i + n, i + 2 n, ... Slot 0 of a table
   # takes the tokens in no segment.
@@ -181,7 +182,7 @@ def _two_reductions(totals):
 
 
 def _one_scatter(x_BL, ids_BL, num_segments):
-  """Returns sums and counts from one scatter of the pairs (x, 1).
+  """Returns each segment's sum and count, from one scatter of pairs (x, 1).
 
   A scatter of pairs is hardly slower than a scatter of single numbers.
   """
