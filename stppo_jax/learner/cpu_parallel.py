@@ -50,7 +50,8 @@ def is_supported(
 
 def num_cores() -> int:
   """Returns the number of cores that this process may run on."""
-  affinity = getattr(os, 'sched_getaffinity', None)  # absent on macOS
+  # macOS has no `os.sched_getaffinity`. There, all cores of the machine count.
+  affinity = getattr(os, 'sched_getaffinity', None)
   return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 

@@ -139,7 +139,7 @@ class Learner:
     )
 
   def reference(self, path: str | None = None) -> functional.Params | None:
-    """Loads the reference, see `weights.load_reference` and `start`."""
+    """Loads the weights of the reference; for `path` see `start`."""
     path = self.config.model.path if path is None else path
     params = weights_lib.load_reference(self.config, path, self.policy)
     return memory.on_host(params) if self._reference_on_host else params
@@ -255,7 +255,7 @@ class Learner:
     """Packs some rows of a batch within `sizes`, by default `self.sizes`.
 
     A device program gives all hosts the lengths of all rows. The lengths are
-    kept for the batch: a second call would wait for the updates in progress.
+    kept, because running it again would mean waiting for updates in progress.
     """
     # The reference to the batch is weak, so that the arrays of a step are freed
     # before the arrays of the next step are made.
@@ -300,7 +300,7 @@ class Learner:
       hosts: the hosts of the run; all of them call this function.
 
     Returns:
-      numpy arrays of at least the wanted rows; None if the config wants none.
+      numpy arrays of the wanted rows or more; None if the config wants none.
     """
     writer = self.config.writer
     count = min(writer.token_details, writer.trajectories)
@@ -367,7 +367,7 @@ class Learner:
     return self.programs.merge(params)
 
   def abstract_state(self, state: state_lib.TrainState) -> state_lib.TrainState:
-    """Returns a state with the tree structure of the run's checkpoints."""
+    """Returns `state` with the tree structure of the run's checkpoints."""
     published = (state.policy.params,) * self.config.rollout.steps_ahead
     return dataclasses.replace(state, published=published, frozen={})
 

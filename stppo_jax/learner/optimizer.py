@@ -1,9 +1,10 @@
 """Optimisers whose learning rate and weight decay are inputs of a program.
 
-The order of a step is always: a correction of the gradient if the algorithm has
-one, the clip of the global norm, the direction, and the weight decay. AdamW
-holds two moments of each weight, which take twice the memory of the weights.
-Other optimisers in `OPTIMIZERS` hold less.
+A step always has this order: a correction of the gradient if the algorithm has
+one, the clip of the gradient's global norm, the direction that the optimiser
+forms from the gradient, and the weight decay. AdamW holds two moments of each
+weight, which take twice the memory of the weights. Other optimisers in
+`OPTIMIZERS` hold less.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,8 +1,8 @@
 """Decides, on the host, which sequences share a row of the forward pass.
 
-s shards of a minibatch, one per device along the mesh axes of rows; m sequences
-of a shard; n microbatches; b slots for the sequences of a shard in a
-microbatch. A row has `row_length` tokens.
+s shards of a minibatch, one for each device along the mesh axes that divide
+rows; m sequences of a shard; n microbatches; b slots for the sequences of a
+shard in a microbatch. A row has `row_length` tokens.
 
 The sequences are dealt to the shards in rounds, longest first. In each round
 every shard gets one sequence: the shard with the fewest tokens so far gets the
@@ -89,10 +89,10 @@ def for_annotate(sizes: Sizes, minibatch_size: int) -> Sizes:
   """
   if sizes.num_workers > 1:
     # In an update each core computes a microbatch of its own. Without a
-    # backward pass all cores compute one microbatch together, which has four
-    # times the rows of the cores' microbatches together. Because microbatches
-    # are so large, few different numbers of microbatches occur, and so few
-    # programs are compiled.
+    # backward pass all cores compute one microbatch together, which may have
+    # four times as many rows as the microbatches of all cores in an update.
+    # With such large microbatches, few different numbers of microbatches occur,
+    # and so few programs are compiled.
     rows = 4 * sizes.max_rows * sizes.num_workers
     return sizes._replace(max_rows=rows, num_workers=1)
   # The rows of a whole collected batch, which may consist of many minibatches,
@@ -175,7 +175,7 @@ def plan(
 def rounded(count: int, *, steps: int = 8) -> int:
   """Rounds a number up, so that few different numbers occur.
 
-  From each power of two to the next one there are `steps` possible results.
+  From a power of two to the next one there are at most `steps` results.
   """
   unit = max(1, (1 << max(count, 1).bit_length() - 1) // steps)
   return -(-count // unit) * unit

@@ -65,7 +65,7 @@ class Context(NamedTuple):
 
   Attributes:
     inputs: see `Inputs`.
-    minibatch: all rows, from which the load of experts is computed.
+    minibatch: all rows of the minibatch, for the load of the experts.
     count: the policy loss's denominator, see `aggregation`.
     value_count: the value loss's denominator: the number of trained values, at
       least 1.
@@ -295,8 +295,8 @@ def differentiate_terms(loss_terms: Callable[..., Any], *, has_aux: bool):
 
   The function replaces `jax.value_and_grad` for algorithms that divide the
   gradient of the policy term by the norm of the gradient of the bias term. The
-  two terms do not depend on the value model, so of their gradients only the
-  policy's part is kept.
+  two terms do not depend on the value model, so for them only the gradient with
+  respect to the policy's weights is kept.
 
   Args:
     loss_terms: maps trained weights to (`clipping_bias.LossTerms`, outputs).
@@ -320,7 +320,10 @@ def divide_by_bias_norm(
   outputs: step_lib.LossOutputs,
   inputs: Inputs,
 ) -> tuple[model_roles.Trained, step_lib.LossOutputs]:
-  """Divides the policy term's gradient by the bias norm; replaces `finish`."""
+  """Divides the policy gradient by the norm of the bias term's gradient.
+
+  This function takes the place of `finish`.
+  """
   policy, norm = clipping_bias.divide_by_bias_norm(
     gradients._replace(other=gradients.other.policy),
     floor=inputs.algorithm.correction.clipping_bias.floor,
@@ -356,7 +359,7 @@ def _policy_outputs(
     spec.models.policy_weights(params),
     forward.inputs_of(microbatch),
     temperature=spec.temperature,
-    # If this is false, values are computed at loss positions only.
+    # Without `values_everywhere`, only loss positions get values.
     values_everywhere=values_everywhere,
   )
 

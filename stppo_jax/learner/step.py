@@ -196,8 +196,8 @@ def apply_gradients(
 ) -> tuple[state_lib.TrainState, LossOutputs]:
   """Takes both optimisers' steps, or neither step if one is not sound.
 
-  For a sound step see `optimizer.is_sound`. The policy also stays as it is if
-  `policy_learns` is false, or if the policy's gradient is None.
+  `optimizer.is_sound` says what a sound step is. The policy also stays as it is
+  if `policy_learns` is false, or if the policy's gradient is None.
   """
   # Both models are checked before either is replaced. Otherwise one model could
   # be updated while the update of the other one is skipped.

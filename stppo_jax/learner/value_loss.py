@@ -91,7 +91,7 @@ class Warmup:
   def end(self) -> int:
     """The first step in which the policy learns, as far as is known.
 
-    When the warm-up ends early, this becomes the present step.
+    When `observe` ends the warm-up early, the present step becomes `end`.
     """
     return self.steps if self.ended is None else min(self.steps, self.ended)
 
@@ -108,8 +108,8 @@ class Warmup:
     """Records an explained variance; returns whether the warm-up ends early.
 
     Call this once in each step that comes before step `end`, in the order of
-    the steps; a later call records nothing. If the result is True, the policy
-    already learns in this step.
+    the steps. A later call, or a call with patience 0, records nothing. If the
+    result is True, the policy already learns in this step.
 
     Args:
       step: the training step, whose updates have not been made.

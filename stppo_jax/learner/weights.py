@@ -18,7 +18,7 @@ TRAINED = 'float32'
 
 
 def compute_options(config) -> dict[str, Any]:
-  """Returns the config's options that say how models compute."""
+  """Returns the options of how models compute: dtype, remat, scan_unroll."""
   return {
     'dtype': config.model.dtype,
     'remat': config.updates.remat,

@@ -124,9 +124,9 @@ def announced(*, long: float = _LONG) -> Iterator[None]:
   """Logs long compilations while the body runs.
 
   Args:
-    long: seconds of a compilation after which a line with the name of the
-      program is logged. A second line at the end has the seconds. Shorter
-      compilations are not logged.
+    long: seconds after which a compilation counts as long. A line with the name
+      of the program is then logged, and at the end of the compilation a line
+      with its seconds. Shorter compilations are not logged.
   """
   # Thread that compiles -> timer that logs the first line.
   waiting: dict[int, threading.Timer] = {}

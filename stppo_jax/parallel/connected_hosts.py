@@ -104,7 +104,7 @@ class ConnectedHosts(hosts_lib.Hosts):
 
   @property
   def group(self) -> hosts_lib.Hosts:
-    """See `Hosts.group`."""
+    """The hosts with the same task as this host; see `Hosts.group`."""
     if not self.collectors:
       return self
     first = self.count - self.collectors  # the first host that only collects
@@ -119,21 +119,30 @@ class ConnectedHosts(hosts_lib.Hosts):
     timeout: float | None = None,
     among: Sequence[int] = (),
   ) -> list[Any]:
-    """See `Hosts.exchange`; `among`: the hosts that take part, () for all."""
+    """Returns the values of several hosts; see `Hosts.exchange`.
+
+    Only the hosts in `among` take part. If `among` is (), all hosts take part.
+    """
     return self._give(what, value, 'all', among).result(timeout)
 
   def gather(
     self, what: str, value: Any, *, among: Sequence[int] = ()
   ) -> list[Any] | None:
-    """See `Hosts.gather`; `among`: the hosts that take part, () for all."""
+    """Returns the values of several hosts on the first; see `Hosts.gather`.
+
+    Only the hosts in `among` take part. If `among` is (), all hosts take part.
+    """
     return self._give(what, value, 'first', among).result()
 
   def stop(self) -> None:
-    """See `Hosts.stop`."""
+    """Asks all hosts to abandon work that can be repeated; see `Hosts.stop`."""
     self._send({'stop': True})
 
   def diagnose(self, error: BaseException) -> BaseException:
-    """See `Hosts.diagnose`; waits some seconds to hear of a failed host."""
+    """Returns the cause of an error of this host; see `Hosts.diagnose`.
+
+    The method waits, at most some seconds, to hear of a failed host.
+    """
     self._failed.wait(_DIAGNOSIS)
     return self._failure or error
 
@@ -222,7 +231,7 @@ class ConnectedHosts(hosts_lib.Hosts):
       self._end(hosts_lib.HostFailed(f'{self._coordinator} is gone: {why}'))
 
   async def _watch(self) -> None:
-    """Prints lines while the coordinator sends no message.
+    """Prints that this host waits while the coordinator sends no message.
 
     If the coordinator stays silent for `patience` seconds, all waits of this
     host end with `HostFailed`, see `_end`.

@@ -190,7 +190,7 @@ class Coordinator:
     if count != self.count:
       refusal = f'{self.count} processes are expected, not {count}'
     elif process in self._left:
-      # This process was started again before the other processes had ended.
+      # The process was started again before the other processes had ended.
       refusal = f'the run there, which host {process} has left, is about to end'
       code = exits.TRY_AGAIN
     elif not 0 <= process < count or process in self._members:

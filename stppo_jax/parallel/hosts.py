@@ -162,31 +162,31 @@ class Group(Hosts):
 
   @property
   def is_first(self) -> bool:
-    """See `Hosts.is_first`; False on every host that only collects."""
+    """Whether this host writes the shared files; False if it only collects."""
     return self.whole.is_first
 
   def exchange(
     self, what: str, value: Any, *, timeout: float | None = None
   ) -> list[Any]:
-    """See `Hosts.exchange`; only the hosts of this group take part."""
+    """Returns the values of this group's hosts; see `Hosts.exchange`."""
     return self.whole.exchange(
       what, value, timeout=timeout, among=self._members
     )
 
   def gather(self, what: str, value: Any) -> list[Any] | None:
-    """See `Hosts.gather`."""
+    """Returns the group's values on its first host; see `Hosts.gather`."""
     return self.whole.gather(what, value, among=self._members)
 
   def describe(self, index: int) -> str:
-    """See `Hosts.describe`."""
+    """Describes host `index` of this group, by its number in the run."""
     return self.whole.describe(self._members[index])
 
   def stop(self) -> None:
-    """See `Hosts.stop`; asks all hosts of the run, not only this group."""
+    """Asks all hosts of the run, not only this group; see `Hosts.stop`."""
     self.whole.stop()
 
   def diagnose(self, error: BaseException) -> BaseException:
-    """See `Hosts.diagnose`."""
+    """Returns the cause of an error of this host; see `Hosts.diagnose`."""
     return self.whole.diagnose(error)
 
 

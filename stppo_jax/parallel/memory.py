@@ -117,7 +117,7 @@ def bytes_per_device(tree: Tree) -> int:
 def device_limit() -> int | None:
   """Returns the bytes that programs may use on the smallest local device.
 
-  The result is None if the devices do not report it, as on CPUs.
+  The result is None if the devices report no limit, as on CPUs.
   """
   return min(_reported('bytes_limit'), default=None)
 

@@ -147,14 +147,14 @@ class VirtualDevice:
 
   @property
   def client(self) -> Any:
-    """A stand-in for jax's client, whose process index is 0.
+    """A stand-in for jax's client, with the process index 0.
 
-    A mesh takes the devices of this process index as its local devices.
+    The local devices of a mesh are its devices with this process index.
     """
     return types.SimpleNamespace(process_index=lambda: 0)
 
   def addressable_memories(self) -> list[Any]:
-    """Returns stand-ins for the device's memories, with `kind` only."""
+    """Returns stand-ins for the device's memories, which only have a `kind`."""
     kinds = 'device', 'pinned_host'
     return [types.SimpleNamespace(kind=kind) for kind in kinds]
 
