@@ -139,7 +139,7 @@ class Learner:
     )
 
   def reference(self, path: str | None = None) -> functional.Params | None:
-    """Loads the weights of the reference; for `path` see `start`."""
+    """Loads the reference, see `weights.load_reference` and `start`."""
     path = self.config.model.path if path is None else path
     params = weights_lib.load_reference(self.config, path, self.policy)
     return memory.on_host(params) if self._reference_on_host else params
@@ -255,7 +255,7 @@ class Learner:
     """Packs some rows of a batch within `sizes`, by default `self.sizes`.
 
     A device program gives all hosts the lengths of all rows. The lengths are
-    kept, because running it again would mean waiting for updates in progress.
+    kept: a second run of the program would wait for the updates in progress.
     """
     # The reference to the batch is weak, so that the arrays of a step are freed
     # before the arrays of the next step are made.

@@ -295,8 +295,8 @@ def differentiate_terms(loss_terms: Callable[..., Any], *, has_aux: bool):
 
   The function replaces `jax.value_and_grad` for algorithms that divide the
   gradient of the policy term by the norm of the gradient of the bias term. The
-  two terms do not depend on the value model, so for them only the gradient with
-  respect to the policy's weights is kept.
+  two terms do not depend on the value model, so only their gradients with
+  respect to the policy's weights are kept.
 
   Args:
     loss_terms: maps trained weights to (`clipping_bias.LossTerms`, outputs).
@@ -322,7 +322,7 @@ def divide_by_bias_norm(
 ) -> tuple[model_roles.Trained, step_lib.LossOutputs]:
   """Divides the policy gradient by the norm of the bias term's gradient.
 
-  This function takes the place of `finish`.
+  In `BIAS_NORM_METHOD` this function takes the place of `finish`.
   """
   policy, norm = clipping_bias.divide_by_bias_norm(
     gradients._replace(other=gradients.other.policy),

@@ -217,11 +217,13 @@ def devices(topology: Topology) -> list[Any]:
 
   name = topology.name
   options: dict[str, Any] = {}
-  if name.endswith(':1x1'):  # by default, a host has four chips or more
+  # By default, a host has four chips or more, but 1x1 is a host with one chip.
+  if name.endswith(':1x1'):
     options['chips_per_host_bounds'] = (1, 1, 1)
   if name in _ONE_HOST:
     options['chips_per_host_bounds'] = (2, 4, 1)
-  if name.startswith('v4:'):  # by default, a chip of v4 would be two devices
+  # By default, a chip of v4 would be two devices. A megacore is one device.
+  if name.startswith('v4:'):
     options['chip_config_name'] = 'megacore'
   for key in [key for key in os.environ if key.startswith(_OF_A_MACHINE)]:
     if key != 'TPU_LIBRARY_PATH':  # the path of libtpu, which is still needed

@@ -45,7 +45,7 @@ def segment_weights(
   *,
   num_turns: int,
 ) -> tuple[Array, Array]:
-  """Returns token weights that add up to 1 in each segment, and the count.
+  """Returns token weights with the sum 1 in each segment, and a segment count.
 
   Args:
     level: the kind of segments, a key of `segments.LEVELS`, such as 'turn'.

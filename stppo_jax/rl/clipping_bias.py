@@ -291,9 +291,9 @@ def term_gradients(
 def divide_by_bias_norm(
   gradients: LossTerms, *, floor: Array | float
 ) -> tuple[Tree, Array]:
-  """Returns the gradient with the policy term's part divided, and |c|_2.
+  """Divides the policy term's gradient; returns the whole gradient and |c|_2.
 
-  The gradient is g_policy / max(|c|_2, floor) + g_other, where c is the
+  The whole gradient is g_policy / max(|c|_2, floor) + g_other, where c is the
   gradient of the bias term.
 
   Args:

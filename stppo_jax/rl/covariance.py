@@ -63,8 +63,9 @@ class Covariance(typing.NamedTuple):
   Attributes:
     advantage: the mean of A over the policy tokens.
     logprob: the mean of log pi over the policy tokens.
-    threshold: a token that may be chosen is chosen if its covariance or, for
-      `clip_cov`, its random number from `lots` is at least this threshold.
+    threshold: the smallest number with which an eligible token is chosen. The
+      number of a token is its covariance or, in the objective `clip_cov`, its
+      random number from `lots`.
   """
 
   advantage: Array

@@ -193,7 +193,7 @@ def count() -> Any:
 
 
 def section(options: Section) -> Any:
-  """Returns a field with options: of a dataclass, or of a choice in a table."""
+  """Returns a field for options of a dataclass, or of a choice in a table."""
   return dataclasses.field(metadata={'rule': options})
 
 
