@@ -200,9 +200,9 @@ def in_rows(
     places_rl = jnp.where(mask_rl, jnp.arange(length)[None], length)
     loss_positions_rm = jnp.sort(places_rl, axis=1)[:, : packing.num_losses]
   if inputs.expert_ids is not None:
-    # `to_rows` puts 0 at positions without a token. The ids are shifted by 1
-    # before and after, so these positions get the id -1, and the router chooses
-    # their experts.
+    # `to_rows` puts 0 at positions without a token. The ids are increased by 1
+    # before `to_rows` and decreased by 1 after it, so these positions get the
+    # id -1. There, the router chooses the experts.
     expert_ids = to_rows(inputs.expert_ids + 1) - 1
   outputs = function(
     to_rows(inputs.tokens_BL),

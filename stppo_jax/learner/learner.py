@@ -255,7 +255,7 @@ class Learner:
     """Packs some rows of a batch within `sizes`, by default `self.sizes`.
 
     A device program gives all hosts the lengths of all rows. The lengths are
-    kept: a second run of the program would wait for the updates in progress.
+    kept for the batch: a second run would wait for the updates in progress.
     """
     # The reference to the batch is weak, so that the arrays of a step are freed
     # before the arrays of the next step are made.

@@ -175,7 +175,8 @@ def plan(
 def rounded(count: int, *, steps: int = 8) -> int:
   """Rounds a number up, so that few different numbers occur.
 
-  From a power of two to the next one there are at most `steps` results.
+  The results above one power of two, up to and including the next power of
+  two, are at most `steps` different numbers. `steps` is a power of two.
   """
   unit = max(1, (1 << max(count, 1).bit_length() - 1) // steps)
   return -(-count // unit) * unit

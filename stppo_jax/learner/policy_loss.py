@@ -320,9 +320,10 @@ def divide_by_bias_norm(
   outputs: step_lib.LossOutputs,
   inputs: Inputs,
 ) -> tuple[model_roles.Trained, step_lib.LossOutputs]:
-  """Divides the policy gradient by the norm of the bias term's gradient.
+  """Divides the policy term's gradient by the bias term's gradient norm.
 
-  In `BIAS_NORM_METHOD` this function takes the place of `finish`.
+  A norm below the option `floor` is replaced by `floor`. In `BIAS_NORM_METHOD`
+  this function takes the place of `finish`.
   """
   policy, norm = clipping_bias.divide_by_bias_norm(
     gradients._replace(other=gradients.other.policy),

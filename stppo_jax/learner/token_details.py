@@ -66,7 +66,7 @@ def measure_tokens(
   temperature: float,
   num_turns: int,
 ) -> batch_lib.TokenDetails:
-  """Returns measurements of the tokens of the rows in `packed`, in its order.
+  """Returns measurements of the tokens of `packed.rows`, in that order.
 
   Args:
     state: the state after the updates.

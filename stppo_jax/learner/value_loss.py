@@ -108,8 +108,9 @@ class Warmup:
     """Records an explained variance; returns whether the warm-up ends early.
 
     Call this once in each step that comes before step `end`, in the order of
-    the steps. A later call, or a call with patience 0, records nothing. If the
-    result is True, the policy already learns in this step.
+    the steps. From step `end` on, or if `patience` is 0, a call records nothing
+    and returns False. If the result is True, the policy already learns in this
+    step.
 
     Args:
       step: the training step, whose updates have not been made.

@@ -18,7 +18,7 @@ TRAINED = 'float32'
 
 
 def compute_options(config) -> dict[str, Any]:
-  """Returns the options of how models compute: dtype, remat, scan_unroll."""
+  """Returns the config's dtype, remat and scan_unroll, for its models."""
   return {
     'dtype': config.model.dtype,
     'remat': config.updates.remat,

@@ -128,9 +128,10 @@ class ConnectedHosts(hosts_lib.Hosts):
   def gather(
     self, what: str, value: Any, *, among: Sequence[int] = ()
   ) -> list[Any] | None:
-    """Returns the values of several hosts on the first; see `Hosts.gather`.
+    """Returns several hosts' values on one host; see `Hosts.gather`.
 
     Only the hosts in `among` take part. If `among` is (), all hosts take part.
+    The first host that takes part gets the values, and the others get None.
     """
     return self._give(what, value, 'first', among).result()
 
@@ -141,7 +142,7 @@ class ConnectedHosts(hosts_lib.Hosts):
   def diagnose(self, error: BaseException) -> BaseException:
     """Returns the cause of an error of this host; see `Hosts.diagnose`.
 
-    The method waits, at most some seconds, to hear of a failed host.
+    The method waits up to `_DIAGNOSIS` seconds to hear of a failed host.
     """
     self._failed.wait(_DIAGNOSIS)
     return self._failure or error
@@ -231,7 +232,7 @@ class ConnectedHosts(hosts_lib.Hosts):
       self._end(hosts_lib.HostFailed(f'{self._coordinator} is gone: {why}'))
 
   async def _watch(self) -> None:
-    """Prints that this host waits while the coordinator sends no message.
+    """Prints that this host waits if the coordinator sends no message.
 
     If the coordinator stays silent for `patience` seconds, all waits of this
     host end with `HostFailed`, see `_end`.

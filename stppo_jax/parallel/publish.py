@@ -121,7 +121,7 @@ class Placement:
 
   @functools.cached_property
   def mesh(self) -> jax.sharding.Mesh:
-    """The decoding mesh; its axes `fsdp` and `expert` have size 1."""
+    """The decoding mesh: training's axes, `fsdp` and `expert` of size 1."""
     devices = list(self.collecting)
     if not devices:
       groups = [

@@ -222,7 +222,8 @@ def devices(topology: Topology) -> list[Any]:
     options['chips_per_host_bounds'] = (1, 1, 1)
   if name in _ONE_HOST:
     options['chips_per_host_bounds'] = (2, 4, 1)
-  # By default, a chip of v4 would be two devices. A megacore is one device.
+  # By default, a chip of v4 would be two devices. As a megacore, the chip is
+  # one device.
   if name.startswith('v4:'):
     options['chip_config_name'] = 'megacore'
   for key in [key for key in os.environ if key.startswith(_OF_A_MACHINE)]:

@@ -48,7 +48,7 @@ def segment_weights(
   """Returns token weights with the sum 1 in each segment, and a segment count.
 
   Args:
-    level: the kind of segments, a key of `segments.LEVELS`, such as 'turn'.
+    level: the kind of segments, one of `segments.LEVELS`, such as 'turn'.
     batch: the batch, whose loss mask and ids of the level are read.
     dtype: the dtype of weights and count.
     num_turns: static, the most turns a row can have.

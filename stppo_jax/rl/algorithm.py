@@ -83,7 +83,11 @@ class Algorithm(options.Options):
     )
 
   def _choices(self) -> Iterator[tuple[options.Choice, options.Options]]:
-    """Yields the chosen table entries of the loss, each with its options."""
+    """Yields chosen table entries of the loss, each with its options.
+
+    The entries are the ratio's normalisation, the bounds, the objective and the
+    selected corrections.
+    """
     yield ratios.NORMALIZATIONS[self.ratio.normalize], self.ratio
     yield bounds_lib.BOUNDS[self.bounds.name], self.bounds
     yield objectives.OBJECTIVES[self.objective.name], self.objective

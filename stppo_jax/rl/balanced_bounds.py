@@ -53,7 +53,7 @@ class Balanced(options_lib.Named):
 
 
 class _Interval(typing.NamedTuple):
-  """A number for each of the two bounds: its value, or a count of steps."""
+  """The two bounds, or a number of steps for each of the two bounds."""
 
   low: Array
   high: Array

@@ -99,10 +99,10 @@ def by_reward(
     low, high = 1 - f clip_low, 1 + f clip_high
     f         = 1 + strength (2 sigmoid(z) - 1)
 
-  z is `turn_z_BL` of the batch. In the last turn of a row z is 0. In every
-  other turn k, z is the reward of the turn, normalised over the turns k of all
-  rows of the question, without last turns. Source: arXiv 2605.06200, with
-  strength 0.3.
+  z is `turn_z_BL` of the batch. In the last turn of a row z is 0. In an earlier
+  turn k, z is the reward of the turn, normalised over the turns k of those rows
+  of the question in which turn k is not the last turn. Source: arXiv
+  2605.06200, with strength 0.3.
   """
   del statistics
   z_BL = masking.select(context.batch.turn_z_BL, context.mask_BL)

@@ -75,7 +75,7 @@ TRUNCATED: Mapping[str, Callable[[LossContext], Array]] = {
 
 @options.dataclass
 class Mismatch(options.Options):
-  """Options of k, the trainer's probability over the sampler's.
+  """Options of k, the ratio of the trainer's to the sampler's probability.
 
   Attributes:
     level: the tokens that share a k, one of `LEVELS`.

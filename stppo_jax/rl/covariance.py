@@ -63,9 +63,9 @@ class Covariance(typing.NamedTuple):
   Attributes:
     advantage: the mean of A over the policy tokens.
     logprob: the mean of log pi over the policy tokens.
-    threshold: the smallest number with which an eligible token is chosen. The
-      number of a token is its covariance or, in the objective `clip_cov`, its
-      random number from `lots`.
+    threshold: an eligible token is chosen if its number is at least this
+      threshold. The number of a token is its covariance or, in the objective
+      `clip_cov`, its random number from `lots`.
   """
 
   advantage: Array

@@ -254,7 +254,8 @@ def critic_diagnostics(batch: batch_lib.TokenBatch) -> dict[str, Array]:
 
   Returns:
     The scalars critic/vf_explained_var and
-    critic/{values,returns}/{mean,min,max}; all are 0 if there is no such token.
+    critic/{values,returns}/{mean,min,max}; all are 0 if `value_mask_BL` is
+    false everywhere.
   """
   value_mask_BL = batch.value_mask_BL
   assert value_mask_BL is not None

@@ -45,7 +45,7 @@ class Statistics(typing.NamedTuple):
     normalize: the numbers that the normalisation reads, or ().
     bounds: the numbers that the bounds read, or ().
     objective: the numbers that the objective reads, or ().
-    corrections: maps a correction's name to the numbers for it, or to ().
+    corrections: name of a correction -> the numbers that it reads, or ().
   """
 
   normalize: typing.Any

@@ -183,7 +183,7 @@ def turn_index(
 def turn_z(
   rewards_BL: Array, batch: batch_lib.TokenBatch, *, num_turns: int
 ) -> Array:
-  """Returns z(r_k) of `turn_index` at each token; 0 in a row's last turn."""
+  """Returns z(r_k) of `turn_index` at each token, [B, L]; 0 in last turns."""
   z_BT, _ = _turn_z(rewards_BL, batch, _EPSILON, num_turns)
   return gae_lib.turns_to_tokens(z_BT, batch)
 
@@ -192,7 +192,7 @@ _EPSILON = 1e-6  # added to the standard deviation, as in A2TGPO
 
 
 def _turn_z(rewards_BL, batch, epsilon, num_turns):
-  """Returns z(r_k), 0 in last turns, and the number of later turns: [B, T]."""
+  """Returns z(r_k) and the number of later turns: [B, T], 0 in last turns."""
   rewards_BT, present_BT, _ = gae_lib.by_turn(rewards_BL, batch, num_turns)
   ones_BT = jnp.ones_like(rewards_BT)
   after_BT = gae_lib.rewards_to_go(ones_BT, present_BT, 1.0) - 1
