@@ -110,7 +110,8 @@ class Prompts:
   def _messages(self, text: str) -> list[dict[str, str]]:
     """Returns the messages of a prompt whose user message has this text."""
     system = self._options.system
-    if self.folds_system:  # the template of Gemma 3 does the same
+    # The template of Gemma 3 joins a system text and a user's text like this.
+    if self.folds_system:
       return _dialogue('', f'{system}\n\n{text}')
     return _dialogue(system, text)
 
@@ -139,7 +140,8 @@ class Prompts:
     except Exception as error:  # a template is a program: it may raise anything
       reason = f'{type(error).__name__}: {" ".join(str(error).split())}'
       raise ValueError(f'the chat template fails ({reason})') from error
-    assert isinstance(text, str)  # only several dialogues would give a list
+    # `apply_chat_template` returns a list only for several dialogues.
+    assert isinstance(text, str)
     for message in messages:
       if without_space(message['content']) not in without_space(text):
         raise ValueError(
@@ -198,5 +200,5 @@ def _without_clock(template: str) -> str:
 
 
 def without_space(text: str) -> str:
-  """Returns the text without its white space."""
+  """Returns the text with all white space removed."""
   return ''.join(text.split())

@@ -129,7 +129,7 @@ class CompiledPrograms:
     return params
 
   def put(self, *trees):
-    """Puts arrays of this host on its devices, with the sharding of slots."""
+    """Puts this host's arrays on the devices, sharded as the slots are."""
     if self.num_hosts > 1:
       return distributed.from_local_rows(trees, self._by_slot)
     return jax.device_put(trees, self._by_slot)

@@ -21,10 +21,10 @@ Weights change between turns only. A turn takes the newest weights when it
 begins and keeps them to its end, so one policy writes the whole turn. The
 result of a turn contains the version of its weights. While turns of two
 versions are being written, each call decodes the turns of one version only.
-Only with the option `turn_swaps` can turns of two versions occur. With this
-option, a slot is refilled as soon as its row is closed, even if
-`deterministic`. The bits of a row then depend on the versions of its turns, and
-on nothing else that timing changes.
+Turns of two versions can occur only if the option `turn_swaps` is not 'never'.
+Then a slot is refilled as soon as its row is closed, even if `deterministic`.
+In this case timing can change the versions of a row's turns, and changes the
+bits of the row in no other way.
 """
 
 import collections
@@ -50,8 +50,8 @@ class Engine:
 
   Args:
     model: the policy.
-    placement: the devices that decode. Weights are cut along the axis `tensor`
-      of their mesh, and slots are divided along the other axes.
+    placement: the devices that decode, with their mesh. Weights are sharded
+      along the mesh axis `tensor`, and slots along the other axes.
     automaton: the stop automaton over the tokenizer's ids.
     options: the options of the engine.
     make_driver: makes the slot driver of each lane.
@@ -127,8 +127,8 @@ class Engine:
   def release(self) -> None:
     """Drops the weights, the keys and values, and the rows of a collection.
 
-    The memory stays free until the next `publish`, except that frozen weights
-    under adapters stay on the devices.
+    The memory stays free until the next `publish`. But if the trained weights
+    are adapters, the frozen weights stay on the devices.
 
     Raises:
       Exception: the error that a lane's thread has raised, see `begin`.
@@ -167,8 +167,8 @@ class Engine:
     Raises:
       ValueError: if `group_size` does not divide the slots of a lane. A lane
         decodes the rows of a group together.
-      Exception: the error that a lane's thread has raised since the last
-        collection began, even if a poll has raised it already.
+      Exception: the error that a lane's thread has raised since the previous
+        collection began, even if a poll has raised the same error already.
     """
     slots = self._options.slots_per_lane
     if slots % group_size:
@@ -237,7 +237,8 @@ class Engine:
   def busy(self) -> bool:
     """Whether the caller should poll before it resumes or closes a row.
 
-    If so, a poll can end a turn, or other hosts wait for this host to poll.
+    The caller should do so if the poll can end a turn, or if other hosts may
+    wait for this host to poll.
     """
     joins = self._driver.joins and bool(self._rows)
     if joins or any(lane.busy for lane in self._lanes):
@@ -262,7 +263,8 @@ class Engine:
     done, _ = concurrent.futures.wait(
       lanes, return_when=concurrent.futures.FIRST_COMPLETED
     )
-    for future, lane in lanes.items():  # in the order of the lanes
+    # The order of the result does not depend on which lane is done first.
+    for future, lane in lanes.items():
       if future in done:
         ended |= lane.collect_done()
     return ended
@@ -322,7 +324,10 @@ class Engine:
     return [row for row in self._queue if row.is_due(weights)]
 
   def _start_wave(self) -> None:
-    """Fills the slots from the queue; the lanes get a group each, in turn."""
+    """Fills the slots from the queue.
+
+    The groups of the queue go to the lanes in turn, one group to each lane.
+    """
     first = self._queue[0].group
     while self._queue:
       group = self._queue[0].group - first

@@ -123,16 +123,16 @@ class EngineOptions:
 
   @property
   def most_rows(self) -> int:
-    """The most slots of a lane in one call of `decode`."""
+    """The most active slots of a lane in one call of a program."""
     if self.compacts and self.batch_rows:
       return min(self.batch_rows, self.slots_per_lane)
     return self.slots_per_lane
 
   def largest_call(self, shards: int) -> int:
-    """Returns the number of slots of all devices in the largest program call.
+    """Returns the most slots, counted over all devices, in one program call.
 
-    Every device gets the same number of slots, even if most of the active slots
-    are on one device.
+    A call has the same number of slots on every device, even if most of the
+    active slots are on one device.
 
     Args:
       shards: the number of devices that the slots are divided over.

@@ -93,7 +93,7 @@ class Lane:
     self._max_turn_tokens = max_turn_tokens
     self._greedy = greedy
     self.free = list(range(self._driver.slots))
-    self._rows: dict[int, Row] = {}  # by slot
+    self._rows: dict[int, Row] = {}  # the rows by slot number
     shards = self._driver.shards
     self._pools = [
       rows_lib.PagePool(
@@ -104,7 +104,7 @@ class Lane:
       for _ in range(shards)
     ]
     self._to_append: list[tuple[Row, np.ndarray]] = []
-    # Rows by slot, in the order in which their last chunks were started.
+    # Rows by slot number, in the order in which their last chunks were started.
     self._generating: dict[int, Row] = {}
     left = [x for c in self._in_flight for x in (*c.earlier, c.result)]
     left += self._calls
@@ -189,7 +189,7 @@ class Lane:
     try:
       future.set_result(function(*args))
     except Exception as error:
-      # As if a thread had called the function, `collect_done` raises the error
+      # The error is treated like an error of a thread: `collect_done` raises it
       # later, and `begin` resets the slots.
       future.set_exception(error)
     return future
@@ -317,8 +317,8 @@ class Lane:
     """
     size = self._driver.batch_rows
     rows = [row for row in self._generating.values() if self._fits(row)]
-    # A call uses weights of one version: that of the first row without a chunk
-    # in flight, so that each version gets its calls.
+    # A call uses weights of one version. The first row without a chunk in
+    # flight chooses this version, so that every version gets calls.
     first = [row for row in rows if not row.in_flight] or rows
     rows = [row for row in rows if row.weights is first[0].weights]
     if size == self._driver.slots:

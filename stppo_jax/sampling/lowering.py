@@ -141,13 +141,14 @@ class Lowering:
 
     return publisher.by_part(params, shapes)
 
-  def _by_row(self, dtype, *shape: int) -> Any:  # a shape in place of an array
+  # The result stands for an array with one element, or one array, for each row.
+  def _by_row(self, dtype, *shape: int) -> Any:
     return jax.ShapeDtypeStruct(
       (self._rows, *shape), dtype, sharding=self._slots_layout.lengths
     )
 
   def _active(self) -> Any:
-    """Returns the shape of `slots_A`; None if all slots are active."""
+    """Returns the shape of `slots_A`; None if the programs run on all slots."""
     if self._rows == len(self.state.lengths):
       return None
     if self._shards == 1:

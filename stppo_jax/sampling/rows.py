@@ -92,7 +92,8 @@ class Row:
     Args:
       token_ids: the observation before the turn.
       version: the version of the turn's weights.
-      recomputes: whether keys and values of older weights are computed again.
+      recomputes: whether each change of weights computes the keys and values of
+        all earlier tokens again.
     """
     # The first token of a turn is predicted by the weights that have read the
     # token before the turn. If there is no observation to read, these would be
@@ -126,7 +127,7 @@ class PagePool:
     self._size, self._most = page_size, pages_per_row
     self._free = list(range(num_pages))[::-1]
     self._holders: collections.Counter[int] = collections.Counter()
-    self._rows: list[Row] = []  # the oldest first
+    self._rows: list[Row] = []  # the oldest row first
 
   def add(self, row: Row) -> None:
     """Adds a row without pages as the youngest row."""
@@ -158,7 +159,7 @@ class PagePool:
     return True
 
   def fits(self, row: Row, length: int) -> bool:
-    """Returns whether `grow` would give the row its pages."""
+    """Returns whether `grow` would give the row pages for `length` tokens."""
     # Pages that the oldest row may still need are not given to other rows, even
     # if they are free. So the oldest row never waits, and all rows end.
     missing, oldest = self._missing(row, length), self._rows[0]

@@ -245,7 +245,7 @@ class SlotDriver:
   def _chunks(
     self, appends: Mapping[int, slot_calls.Append]
   ) -> Iterator[tuple[Mapping[int, slot_calls.Append], int]]:
-    """Yields the appends of each chunk of C tokens, and the chunk's start."""
+    """Yields the appends with tokens in a chunk, and its first token's index."""
     longest = max(len(append.token_ids) for append in appends.values())
     for first in range(0, max(longest, 1), self._prefill_chunk):
       yield (
@@ -355,7 +355,7 @@ class SlotDriver:
       always: whether to list the slots even if the program runs on all slots.
     """
     shards = self.shards
-    part = self.slots // shards  # slots of a device
+    part = self.slots // shards  # the number of slots of a device
     if size == part and not always:
       return _Active(None, slots, self.slots)
     # Elements that stay at `self.slots` are padding: programs read any slot for

@@ -90,7 +90,7 @@ def build(
 
 
 def _spellable(stop: bytes, token_bytes: Sequence[bytes]) -> bool:
-  """Returns whether some sequence of tokens contains the string."""
+  """Returns whether the bytes of some sequence of tokens contain `stop`."""
   tokens = set(token_bytes)
   ends = {
     n for n in range(1, len(stop)) if any(t.endswith(stop[:n]) for t in tokens)
@@ -110,12 +110,16 @@ def num_states(stop_strings: Sequence[str]) -> int:
 
 
 def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:
-  """Returns transitions [Z, 256] over bytes; the last state is `stopped`."""
+  """Returns, for each state, the next state after each byte, [Z, 256].
+
+  The last state is the state `stopped`.
+  """
   # Each state but the last is a proper prefix of a stop string. All complete
   # stop strings share the last state, because the text after them does not
   # matter.
   prefixes = sorted({stop[:n] for stop in stops for n in range(len(stop))})
-  index = {prefix: n for n, prefix in enumerate(prefixes)}  # b'' is START
+  # The prefix b'' comes first, so its state is `StopAutomaton.START`.
+  index = {prefix: n for n, prefix in enumerate(prefixes)}
   stopped = len(prefixes)
   table = np.zeros((stopped + 1, 256), np.int64)
   table[stopped] = stopped

@@ -44,7 +44,7 @@ class TokenizerAsWritten(PreTrainedTokenizerFast):
   """Reads tokenizer.json as it is."""
 '''
 _MODULE, _CLASS = 'tokenizer_as_written', 'TokenizerAsWritten'
-_BYTE = re.compile('<0x([0-9A-F]{2})>')  # a token for one byte
+_BYTE = re.compile('<0x([0-9A-F]{2})>')  # a token that stands for one byte
 _DECODERS = 'ByteLevel, Fuse, Sequence of Replace, ByteFallback, Fuse, Strip'
 
 
@@ -156,7 +156,8 @@ class Tokenizer:
   def _allowed(self, token_id: int, tags: Sequence[str]) -> bool:
     """Returns whether an added token may occur in a text with these tags."""
     content = self._added[token_id].content
-    unknown = token_id == self._fast.unk_token_id  # for unknown characters
+    # This token stands for characters that the vocabulary lacks.
+    unknown = token_id == self._fast.unk_token_id
     return unknown or any(content in tag for tag in tags)
 
   def neutralise(self, text: str) -> str:
@@ -262,7 +263,7 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
   backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   backend.decoder = decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
-    vocab_size=vocab_size - 1,  # leaves room for END_OF_TEXT
+    vocab_size=vocab_size - 1,  # one id is left for END_OF_TEXT
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
   )
@@ -317,7 +318,7 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[Mapping[str, Any]]:
     if kind == 'Fuse':
       joined = True
     elif joined and kind == 'Strip' and not step['stop']:
-      pass  # this step strips only the beginning of the whole text
+      pass  # this step changes only the beginning of the whole text
     elif not joined and (
       kind in ('ByteLevel', 'ByteFallback')
       or kind == 'Replace'

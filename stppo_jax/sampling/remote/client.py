@@ -23,7 +23,7 @@ Result = TypeVar('Result')
 
 
 class EngineError(Exception):
-  """Raised if a request and its retries failed; the message is one line."""
+  """Raised if all attempts of a request failed; the message is one line."""
 
 
 class EngineUnreachable(exits.RunEnded):
@@ -96,8 +96,8 @@ class EngineClient:
     """Waits until the server answers /health with status 200.
 
     Raises:
-      EngineUnreachable: if the server has not given this answer after `timeout`
-        seconds.
+      EngineUnreachable: if the server has not given this answer within the
+        client's timeout.
     """
     try:
       await self._http.wait_until_ready('/health', grace=self._timeout)
@@ -131,7 +131,7 @@ class EngineClient:
 
 
 def _is_final(failure: http_client.Failure) -> bool:
-  """Returns whether a request with this failure would fail again."""
+  """Returns whether a request that failed in this way would fail again."""
   if failure.cause is http_client.Cause.STATUS:
     return failure.status < 500 and failure.status not in _OVERLOADED
   return failure.cause is http_client.Cause.TOO_LARGE

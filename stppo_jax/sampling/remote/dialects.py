@@ -17,7 +17,8 @@ import numpy as np
 
 from stppo_jax.sampling import sampler
 
-_ROUNDING = 1e-3  # nats by which a log-probability may exceed 0
+# The most nats by which a log-probability may exceed 0 because of rounding.
+_ROUNDING = 1e-3
 
 
 class BadReply(ValueError):
@@ -331,7 +332,8 @@ DIALECTS: Mapping[str, Dialect] = {
       'method': 'reload_weights',
       'kwargs': {'weights_path': folder},
     },
-    # Without the flag, the server drops nothing while any request is running.
+    # Without `reset_running_requests`, the server drops nothing while any
+    # request is running.
     flush_path='/reset_prefix_cache?reset_running_requests=true',
     version_path='',
   ),

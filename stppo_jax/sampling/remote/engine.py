@@ -62,7 +62,7 @@ class _Row:
 
 
 class RemoteEngine:
-  """Requests turns from a server, with seeds that are made from keys.
+  """Requests turns from a server, with seeds made from the keys of the rows.
 
   Attributes:
     max_length: the most tokens of a row.
@@ -191,7 +191,7 @@ class RemoteEngine:
 
   @property
   def busy(self) -> bool:
-    """Whether the request for a turn is at the server, or waits to be sent."""
+    """Whether a request for a turn is at the server, or waits to be sent."""
     return bool(self._in_flight or self._waiting)
 
   def remaining(self, row: int) -> int:
@@ -222,8 +222,7 @@ class RemoteEngine:
   def poll(self) -> dict[int, types.GeneratedTurn | None]:
     """Waits for a short time, and returns the turns that ended, by row.
 
-    If the request for a turn and all retries failed, None takes the place of
-    the turn.
+    If all attempts to request a turn failed, None takes the place of the turn.
     """
     while self._waiting and len(self._in_flight) < self._concurrency:
       self._request(self._waiting.popleft())
@@ -287,7 +286,8 @@ class RemoteEngine:
       [self._served.complete(request, self._check_turn)]
     )
     self._in_flight[row] = future
-    done = self._done  # the next collection has another queue
+    # The callback keeps this queue, because the next collection has another.
+    done = self._done
     future.add_done_callback(lambda _: done.put(row))
 
   def _finish(
@@ -340,9 +340,10 @@ class RemoteEngine:
     )
 
   def _find_stop(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-    """Returns the number of tokens up to a stop, and whether a stop exists.
+    """Returns how many tokens the turn has, and whether a stop ended it.
 
-    Without a stop, the number is the number of all tokens.
+    The turn ends with the token that completes a stop string, or with an end
+    token. If there is no such token, all tokens belong to the turn.
     """
     state = stops.StopAutomaton.START
     for n, token_id in enumerate(token_ids):

@@ -107,7 +107,7 @@ class ServedModel:
         failure is final.
 
     Raises:
-      EngineError: if the request and its retries failed.
+      EngineError: if all attempts of the request failed.
     """
     return await self._client.post(
       self._dialect.path,
@@ -116,12 +116,12 @@ class ServedModel:
     )
 
   async def set_weights(self, folder: pathlib.Path, label: str) -> None:
-    """Waits for the server; has it load the weights if it does not hold them.
+    """Waits for the server, and makes it load weights that it does not hold.
 
-    Before it loads weights, the server is asked for the label of its weights:
-    another engine that shares the server may have replaced the weights of this
-    run, or a restart may have dropped them. After loading, the server is asked
-    again, because another run may replace the weights at any time.
+    The server is first asked for the label of its weights: another engine that
+    shares the server may have replaced the weights of this run, or a restart of
+    the server may have dropped them. After loading, the server is asked again,
+    because another run may replace the weights at any time.
 
     Args:
       folder: a folder that `export.export` wrote, which the server can read.
@@ -154,7 +154,7 @@ class ServedModel:
     """Returns the label of the server's weights; None if it reports none.
 
     Raises:
-      EngineError: if the request and its retries failed.
+      EngineError: if all attempts of the request failed.
     """
     path = self._dialect.version_path
     if not path:
