@@ -3,10 +3,10 @@
 B trajectories, L tokens, T turns. A probe is the part of a dialogue before one
 of its turns, followed by `<answer>` and the golden answer. The mean
 log-probability of the answer's tokens says how well the policy can answer from
-the tokens that it has read. The increase of the likelihood by the observation
-of a turn is the information gain of the turn: IGPO, arXiv 2510.14967. We make
-two choices. A probe has only the first golden answer, and a space stands
-between the tag and the answer.
+the tokens that it has read. The information gain of a turn is the increase of
+the answer's probability from before the turn to after the turn's observation:
+IGPO, arXiv 2510.14967. We have added two rules of our own. A probe has only the
+first golden answer, and a space stands between the tag and the answer.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def build(
   num_turns: int,
   max_length: int,
 ) -> list[types.Trajectory]:
-  """Returns T probes of each trajectory; probe k asks before turn k.
+  """Returns T probes of each trajectory: probe k has the part before turn k.
 
   Probe k is empty if the trajectory has no turn k or failed, if the probe would
   be longer than `max_length`, or if there is no golden answer.
@@ -79,7 +79,7 @@ def _dialogue(question, prompt_ids, texts) -> types.Trajectory:
 def gains(
   logprobs: np.ndarray, lengths: npt.ArrayLike, num_turns: int
 ) -> np.ndarray:
-  """Returns how much each turn's observation raises the answer's probability.
+  """Returns the information gain of every turn but the last of T turns.
 
   Args:
     logprobs: the mean log-probability of the answer in each probe.
@@ -105,7 +105,7 @@ def rewarded(
 
   Args:
     batch: numpy arrays, see `pack.pack`.
-    gains_BT: the gains of turns 1, 2, ...
+    gains_BT: the gains of turns 1, 2, ... of each row.
     weight: the factor that a gain is multiplied with.
   """
   rewards_BL = np.array(batch.rewards_BL)

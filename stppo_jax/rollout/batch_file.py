@@ -8,7 +8,8 @@ import zipfile
 
 import numpy as np
 
-_ZIP_MAGIC = b'PK'  # the first bytes of every npz file
+# The first bytes of every npz file.
+_ZIP_MAGIC = b'PK'
 # The most bytes to which the compressed arrays of a file may unpack together.
 # Without this limit, a file of a few MiB could fill the memory.
 _MAX_UNPACKED = 4 << 30
@@ -51,8 +52,8 @@ def _member(archive, name: str) -> np.ndarray:
   """Returns one array of an archive.
 
   Raises:
-    ValueError: if the member is not an array of numbers. (The message of numpy
-      itself would recommend to unpickle the member, which is unsafe.)
+    ValueError: if the archive has no array of numbers with this name. (Numpy's
+      own message would recommend to unpickle the data, which is unsafe.)
   """
   problem = f'not a sound npz file: {name} is damaged, or no array of numbers'
   try:

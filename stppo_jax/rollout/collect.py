@@ -115,7 +115,7 @@ class Overlong:
   Attributes:
     weight: the reward that a trajectory of `max_length` loses.
     max_length: the longest trajectory, in tokens.
-    interval: tokens before `max_length` in which the punishment grows from 0.
+    interval: the punishment grows from 0 over the last `interval` tokens.
   """
 
   weight: float
@@ -235,7 +235,7 @@ class Collector:
     for episode in episodes:
       try:
         episode.close()
-      except Exception as error:  # no trajectory depends on this call
+      except Exception as error:  # no trajectory depends on closing an episode
         _log.warning(
           'an episode could not be closed: %s: %s', type(error).__name__, error
         )
@@ -338,7 +338,7 @@ class Collector:
       else:
         row.status = Status.TRUNCATED_LENGTH
     elif row.status is not Status.INFRA_ERROR:
-      # An invalid turn that has filled the row may be invalid for lack of room.
+      # A turn that has filled the row may be invalid because its end is missing.
       out_of_room = not turn.stopped and not remaining
       if step.action == protocol.INVALID and out_of_room:
         row.status = Status.TRUNCATED_LENGTH

@@ -134,7 +134,7 @@ class Collectors(prefetch.Policies):
       seconds.append(value['seconds'])
     self._first_groups = first
     metrics = {}
-    if self._hosts.is_first:  # the first host reports for all hosts
+    if self._hosts.is_first:  # the first host computes metrics for all hosts
       metrics = gathering.joined(counts)
       metrics['hosts/steps_waiting'] = float(sum(waiting))
     return prefetch.Collected(
@@ -226,7 +226,7 @@ class Delivery:
   def collect(
     self, step: int
   ) -> tuple[list[types.Trajectory], dict[str, float]]:
-    """Collects a step, and sends each host that learns the groups it needs.
+    """Collects a step, and sends each host that learns its share of the groups.
 
     Returns:
       No trajectories and no metrics, because this host does not learn.
@@ -315,11 +315,13 @@ def follow(
       delivery.send_evaluation(version, evaluate(policies[version]))
     else:
       step, begins = value['step'], step is None
-      if begins:  # a resumed run collects its next steps with older policies
+      # A resumed run collects its next steps with older policies.
+      if begins:
         older = range(1, steps_ahead + 1)
         prefetcher.restore(step, [policies[max(0, step - n)] for n in older])
       prefetcher.schedule(step, policies[step])
-      policies = {step: policies[step]}  # the prefetcher keeps older policies
+      # Older policies are dropped here, because the prefetcher keeps them.
+      policies = {step: policies[step]}
       try:
         prefetcher.result(step)
       except Exception as error:

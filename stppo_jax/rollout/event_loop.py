@@ -59,7 +59,7 @@ class EventLoop:
 
       def start():
         for future in futures:
-          if not waiting:  # an interrupt has emptied the queue
+          if not waiting:  # an interrupt has emptied the queue of coroutines
             return
           _link(future, self._loop.create_task(waiting.popleft()))
 

@@ -163,8 +163,8 @@ def loss_positions(loss_mask_BL: np.ndarray, most: int = 0) -> np.ndarray:
 
   Args:
     loss_mask_BL: the tokens that are trained on.
-    most: the largest number of such tokens in a row of any host. It may be 0 if
-      there are no other hosts, because the rows of the mask are counted anyway.
+    most: the largest number of such tokens in a row of any host. The rows of
+      the mask are counted anyway, so `most` may be 0 without other hosts.
   """
   length = loss_mask_BL.shape[1]
   counts_B = loss_mask_BL.sum(axis=1)
@@ -252,7 +252,8 @@ def _token_arrays(
     zeros = _zeros(turn.observation_ids)
     state_id = row_state_ids[turn_id - 1]
     turn_reward = _zeros(turn.token_ids)
-    turn_reward[-1:] = turn.reward  # an empty turn has no token for its reward
+    # If the turn is empty, the slice is empty, and no token gets the reward.
+    turn_reward[-1:] = turn.reward
     tokens += [turn.token_ids, turn.observation_ids]
     logprobs += [turn.sampler_logprobs, zeros]
     turn_ids += [np.full(len(turn.token_ids), turn_id), zeros]
@@ -301,10 +302,10 @@ MAX_LENGTHS = 8
 
 
 def unit(bucket: int, *, max_length: int) -> int:
-  """Returns the number of tokens of which every batch length is a multiple.
+  """Returns the unit of batch lengths: every length is a multiple of the unit.
 
-  The result is the smallest multiple of the bucket that gives at most
-  `MAX_LENGTHS` batch lengths.
+  The unit is the smallest multiple of `bucket` with which batches have at most
+  `MAX_LENGTHS` different lengths.
 
   Args:
     bucket: a number of tokens, `rollout.length_bucket`.

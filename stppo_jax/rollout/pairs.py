@@ -131,7 +131,7 @@ def resized(pairs: batch_lib.PairBatch, *, bucket: int) -> batch_lib.PairBatch:
 def minibatch(
   pairs: batch_lib.PairBatch, number: int, *, size: int, seed: int
 ) -> batch_lib.PairBatch:
-  """Returns the pairs of an update; every epoch is a new order of all pairs.
+  """Returns the pairs of one update; every epoch permutes all pairs anew.
 
   The last minibatch of an epoch is filled up with pairs without tokens, which
   have no weight.

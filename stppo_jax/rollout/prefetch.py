@@ -166,8 +166,12 @@ class Policies:
     """Returns the older policies that a run needs after `version` steps.
 
     These are the policies after max(0, version - 1), ..., max(0, version - k)
-    steps, where k is `steps_ahead`. The run also needs `params`, the policy
-    after `version` steps.
+    steps, where k is `steps_ahead`.
+
+    Args:
+      version: the number of steps that have been done.
+      params: the policy after `version` steps. It is returned only if `version`
+        is 0: then it takes the place of all older policies.
     """
     # In the first steps, the initial policy replaces earlier policies, which do
     # not exist. So every checkpoint has the same structure.
@@ -305,7 +309,8 @@ class Prefetcher(Policies):
       self._in_flight[step] = self._thread.submit(
         self._collect_step, step, self._sent_policy(step)
       )
-      if self._turns:  # dialogues get slots in the order of their steps
+      # Dialogues get slots in the order of their steps.
+      if self._turns:
         self._wait_until(functools.partial(self._turns.has_entered, step))
     for newer in versions:
       self._publish_when_due(newer, version)
@@ -315,7 +320,7 @@ class Prefetcher(Policies):
 
     Args:
       newest: the version of the policy.
-      version: see `schedule`.
+      version: the first step that may still be in collection, see `schedule`.
     """
     assert self._send is not None and self._turns is not None
     last = min(newest + self._steps_ahead, self._num_steps)

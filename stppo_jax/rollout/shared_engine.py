@@ -115,7 +115,7 @@ class SharedEngine:
 
   Attributes:
     max_length: the most tokens of a row.
-    repeats: whether this run repeats another one.
+    repeats: whether this run repeats another run.
     busy: always true, so that a thread polls even if all its rows wait: it must
       hand the baton over to other threads.
   """
@@ -137,10 +137,12 @@ class SharedEngine:
     self._baton = _Baton()
     self._share = _Share()
     # For each open row, by its number, the dict in which its thread looks for
-    # turns that have ended; None if the thread has ended.
+    # turns that have ended; None if the thread no longer collects.
     self._ended: dict[int, dict[int, types.GeneratedTurn] | None] = {}
-    self._waiting: set[int] = set()  # open rows between two turns
-    self._entered: set[int] = set()  # steps that have begun
+    # The numbers of the open rows that are between two turns.
+    self._waiting: set[int] = set()
+    # The steps whose collection has begun.
+    self._entered: set[int] = set()
 
   @contextlib.contextmanager
   def collecting(self, step: int) -> Iterator[None]:
@@ -227,8 +229,8 @@ class SharedEngine:
   def may_publish(self, version: int, steps: Iterable[int]) -> bool:
     """Returns whether turns may begin with new weights.
 
-    If this run repeats another one, all recorded turns of older versions must
-    have ended.
+    If this run repeats another run, all turns that were recorded with older
+    versions must have ended first.
 
     Args:
       version: the version of the new weights.
@@ -246,7 +248,7 @@ class SharedEngine:
     return self._engine.remaining(self._share.first + row)
 
   def resume(self, row: int, token_ids: np.ndarray) -> None:
-    """Appends an observation to a row, and begins its next turn."""
+    """Appends an observation to a row, and begins the row's next turn."""
     self._waiting.remove(self._share.first + row)
     self._engine.resume(self._share.first + row, token_ids)
 

@@ -191,7 +191,7 @@ class StepCollector:
   def collect_groups(self, step: int) -> Collection:
     """Returns this host's groups of a step, and its counts."""
     groups, refilled = self._collect_round(step, 0)
-    first = list(groups)  # a copy, because `groups` changes in place
+    first = list(groups)  # a copy: groups are replaced in the list `groups`
     counts = self._replace_groups(groups, step, refilled=refilled)
     self._collector.finish()
     counts |= trajectory_metrics.count_tokens(rows(first))
@@ -222,9 +222,15 @@ class StepCollector:
   def _replace_groups(
     self, groups: Groups, step: int, *, refilled: int
   ) -> dict[str, float]:
-    """Replaces groups whose rewards are equal, in place, and returns counts.
+    """Replaces groups whose rewards are equal in the list, and returns counts.
 
-    `refilled` is the number of rows that were refilled in round 0.
+    Args:
+      groups: the groups of round 0, some of which are replaced.
+      step: the number of the step.
+      refilled: the number of rows that were refilled in round 0.
+
+    Returns:
+      The numbers of rounds, of replaced groups and of refilled rows.
     """
     places = [n for n, g in enumerate(groups) if _lacks_variance(g)]
     rounds = replaced = 0
@@ -288,11 +294,15 @@ class StepCollector:
     row_keys: jax.Array,
     step: int,
   ) -> tuple[list[types.Trajectory], int]:
-    """Returns all trajectories, and the number of trajectories refilled.
+    """Collects failed trajectories again, in at most `refill_rounds` rounds.
 
     The engine begins whole groups, so the valid rows of a group are generated
     again along with its failed rows. The first results of the valid rows are
     kept, and the new results of these rows are dropped.
+
+    Returns:
+      All trajectories, and the number of failed trajectories that a valid
+      trajectory has replaced.
     """
     size, num_failed = self._config.group_size, _num_failed(trajectories)
     filled = list(trajectories)

@@ -245,7 +245,7 @@ class SlotDriver:
   def _chunks(
     self, appends: Mapping[int, slot_calls.Append]
   ) -> Iterator[tuple[Mapping[int, slot_calls.Append], int]]:
-    """Yields the appends with tokens in a chunk, and its first token's index."""
+    """Yields each chunk's appends, and the index of its first token in them."""
     longest = max(len(append.token_ids) for append in appends.values())
     for first in range(0, max(longest, 1), self._prefill_chunk):
       yield (
