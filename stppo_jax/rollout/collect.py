@@ -338,7 +338,7 @@ class Collector:
       else:
         row.status = Status.TRUNCATED_LENGTH
     elif row.status is not Status.INFRA_ERROR:
-      # A turn that has filled the row may be invalid because its end is missing.
+      # A turn that has filled the row may be invalid because it was cut off.
       out_of_room = not turn.stopped and not remaining
       if step.action == protocol.INVALID and out_of_room:
         row.status = Status.TRUNCATED_LENGTH

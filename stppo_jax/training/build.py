@@ -161,8 +161,8 @@ def pack_step(
     step=None if config.rollout.turn_swaps == 'never' else step,
     hosts=hosts,
   )
-  # Checked before the first compiled program of the step: hosts whose arrays
-  # have different shapes would wait for each other in that program for ever.
+  # The shapes are checked before the first compiled program of the step: hosts
+  # with different shapes would wait for each other in that program for ever.
   agreement.check_program(hosts, 'annotate and update', step, packed)
   weight = config.env.rewards.information_gain
   if not weight:
@@ -194,7 +194,7 @@ def pack_step(
 def _notes(
   config, found: components_lib.Components, hosts: hosts_lib.Hosts
 ) -> Iterator[str]:
-  """Yields lines about questions, devices, slots and end tokens."""
+  """Yields lines for the user about questions, devices, slots, end tokens."""
   yield from (f'note: {line}' for line in found.notes)
   ahead, learning = config.rollout.steps_ahead, found.learner.mesh.size
   num_hosts = hosts.count

@@ -32,7 +32,7 @@ Restored = tuple[int, state_lib.TrainState, dict[str, Any]]
 
 
 class OtherBase(RuntimeError):
-  """The frozen weights are not the weights that adapters were trained with."""
+  """The adapters were trained with other frozen weights."""
 
   exit_code = exits.USAGE
 
@@ -59,8 +59,8 @@ class TrainCheckpoints:
     """Returns the content of a checkpoint after `step` steps.
 
     Returns:
-      The arrays, which are the state with the published policies and without
-      frozen weights, and a JSON record.
+      The arrays, and a JSON record. The arrays are the state without the frozen
+      weights, and the older policies that collect the next steps.
     """
     # With `rollout.steps_ahead`, the next steps are collected with policies
     # that are older than the policy in `state`. A resumed run must collect

@@ -364,7 +364,13 @@ def tell_before_first(unit: str) -> None:
 def _force_exit(
   folder: Folder, unit: str, exit_code: int, *, answered: bool
 ) -> bool:
-  """Ends a process that has nothing to save; see `Interruption.force_exit`."""
+  """Releases the folder before a forced exit; see `Interruption.force_exit`.
+
+  There is nothing to save yet.
+
+  Returns:
+    Whether the process may end now.
+  """
   del answered
   if not folder.hosts.is_alone:  # several hosts end only by a vote
     return False

@@ -131,8 +131,8 @@ def build_services(
       environment = kind.from_options(config.env.to_dict(), retriever)
       name = config.env.reward_function
       if name:
-        # Tried once here, so that a function that fails is reported now, and
-        # not after the first collection.
+        # The function is tried once here, so that its failure is reported now,
+        # and not after the first collection.
         question = questions.train(0, 1, resample_round=0)[0]
         reward_function.try_once(name, environment, question)
     yield steps.Services(questions, environment, retriever, loop)

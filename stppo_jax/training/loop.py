@@ -54,16 +54,15 @@ def train(
       76: too many updates in a row were skipped, or an alarm ends the run.
     HostFailed: another host has failed; the error has that host's exit code.
   """
-  with claim.claimed(
-    config, workdir, restart=restart, hosts=hosts
-  ) as folder:  # `folder` has the lock; the run is not recorded yet
+  # `folder` has the lock; the run is not recorded yet.
+  with claim.claimed(config, workdir, restart=restart, hosts=hosts) as folder:
     # If some hosts only collect, `hosts` has only the hosts with the same task
     # as this host.
     hosts = folder.hosts
     # If the run makes its start, `start.config` has the start's model shape,
     # and `loaded.config` has the start's directory as `model.path`.
     start = starts.resolve(config, folder)
-    parts = build_lib.build(start.config, folder)  # this may refuse the config
+    parts = build_lib.build(start.config, folder)  # may refuse the config
     folder.record()
     for note in parts.notes:
       _log.info(note)

@@ -41,9 +41,9 @@ class Counts(NamedTuple):
   Attributes:
     policy: the operations of a forward pass of the policy.
     value: the operations of a forward pass of the value model.
-    policy_again, value_again: the operations of the forward pass of policy and
-      value model that the backward pass does again, because it needs results
-      that were not kept.
+    policy_again: the operations of the policy's forward pass that the backward
+      pass does again, because their results were not kept.
+    value_again: the same for the value model.
   """
 
   policy: float
@@ -60,7 +60,7 @@ class Totals(NamedTuple):
     tokens: the number of tokens of the batch.
     sampled: the number of tokens of the batch that the policy wrote.
     trained: the number of rows with a token in the loss.
-    operations: the operations of the models for the batch.
+    operations: the operations of the models for the whole batch.
     collect_seconds: for each host that collects, the duration of its
       collection.
   """
@@ -133,7 +133,7 @@ class StepMetrics:
     folder: claim.Folder,
   ):
     self._config, self._learner = config, learner
-    # `_bytes_per_second` replaces `length` for each step.
+    # `_bytes_per_second` replaces `length` by the lengths of each step.
     longest = config.env.max_length
     self._work = work(
       config, learner, placement, length=longest, losses=longest
@@ -257,17 +257,22 @@ class StepMetrics:
         decode_steps=totals.sampled / slots,
       )
     )
-    if read:  # 0 if this host does not decode
+    if read:  # no bytes are read if this host does not decode
       longest = max(totals.collect_seconds)
       metrics['perf/decode_gb_read_per_second'] = read / longest / 1e9
     return metrics
 
 
 def _of_both(operations, models, lengths, losses) -> tuple[float, float]:
-  """Returns the result of `operations` for the policy and the value model.
+  """Returns the number of operations for the policy and for the value model.
 
   If `models.value` is None, there is no value model with a backbone of its own.
   The second number then means nothing, and the caller must not use it.
+
+  Args:
+    operations: `flops.forward_operations` or `flops.recomputed_operations`.
+    models: policy and value model.
+    lengths, losses: see `flops.forward_operations`.
   """
   policy, values = operations(models.policy.config, lengths, losses)
   if models.value is not None:

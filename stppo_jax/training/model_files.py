@@ -24,7 +24,7 @@ from stppo_jax.sampling import chat_template
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.workdir import run_folder
 
-_WORD = ' word '  # a text between tags, which must survive encoding
+_WORD = ' word '  # a text between tags, which decoding must give back
 
 
 def load_tokenizer(home: str | pathlib.Path) -> tokenizer_lib.Tokenizer:
@@ -286,7 +286,7 @@ def _check_reference(config, policy: model_config.ModelConfig) -> None:
 def check_dialogue(
   tokenizer: tokenizer_lib.Tokenizer, tags: Sequence[str]
 ) -> None:
-  """Checks that prompt, tags and words survive encoding and decoding.
+  """Checks that decoding gives an encoded prompt, tags and words back.
 
   The environment reads decoded text. If decoding gave a tag back in another
   form, every turn would be invalid. White space beside a tag may change.

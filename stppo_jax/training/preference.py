@@ -27,8 +27,8 @@ from stppo_jax.training import run as run_lib
 
 _log = logging.getLogger(__name__)
 # Config keys that `prefer` does not use. Each key may only have the listed
-# values: the value that describes what `prefer` does, and the default if it is
-# another value.
+# values. The first value describes what `prefer` does. The second value, if
+# any, is the default of the key.
 _UNUSED = {
   'model.reference_memory': ('device',),
   'updates.routing_replay': ('nowhere',),

@@ -211,7 +211,7 @@ class Run:
       else f'ending now, or after {last.unit} {last.done + 1} if that is done '
       'within a second'
     )
-    last.is_consumed = True  # until `finish_step` brings the next state
+    last.is_consumed = True  # `finish_step` sets this to False again
     yield
 
   def finish_step(
@@ -237,7 +237,7 @@ class Run:
     metrics = {name: float(value) for name, value in metrics.items()}
     records = trajectory_metrics.records(kept, self._tokenizer, details)
     if not self.folder.hosts.is_first:
-      # Written now: a checkpoint keeps only the first host's dialogues.
+      # Checkpoints lack the dialogues of this host, so they are written now.
       self._writer.write_trajectories(done, records)
       records = []
     # This comes before evaluating and writing: after a signal or an error from
@@ -251,7 +251,7 @@ class Run:
     self._finish_unwritten(metrics, records)
 
   def _finish_unwritten(self, metrics: dict, records: list) -> None:
-    """Evaluates, writes and saves the last step.
+    """Writes the last step; evaluates and saves the step if this is due.
 
     If the evaluation is interrupted, the step is saved with its unwritten
     metrics and dialogues. The next start calls this method for that step again.
@@ -309,7 +309,7 @@ class Run:
       )
     lines = [f'done. metrics: {folder.path / run_folder.METRICS}']
     if curve and folder.hosts.is_first:
-      # Imported late, because it loads the plotting library.
+      # This import is late, because it loads the plotting library.
       from stppo_jax.records import plots
 
       drawn = folder.path / 'learning_curve.png'

@@ -59,8 +59,8 @@ class Extra:
     """Returns this part of the checkpoint as a dict that JSON can write."""
     record = {'score': self.score, 'line': self.line or None}
     if self.unwritten is not None:
-      # Kept as text, because a metric may be nan, which a manifest must not
-      # contain.
+      # The values are kept as text, because a metric may be nan, which a
+      # manifest must not contain.
       record['unwritten'] = json.dumps(self.unwritten)
     return {name: x for name, x in record.items() if x is not None}
 
@@ -109,7 +109,8 @@ class Saver:
       retry=options.retry,
     )
     self._checkpoints, self._start = checkpoints, start
-    arrays = start.with_frozen({})  # frozen weights are not saved
+    # Frozen weights are not saved.
+    arrays = start.with_frozen({})
     # The size of a checkpoint in bytes.
     self._size = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     self._told_of_room = False
@@ -169,7 +170,8 @@ class Saver:
       # Other hosts still wait for this host's part of the failed checkpoint.
       if self._hosts.count > 1:
         raise
-      # Not raised: the step that is saved now replaces the failed one.
+      # The error is not raised, because the step that is saved now replaces the
+      # step whose save has failed.
       _log.warning('%s', error)
     arrays, record = self._checkpoints.content(step, state)
     self.checkpointer.save(step, arrays, record | extra.record(), waits=waits)
@@ -271,7 +273,7 @@ class LastStep:
     return f'{self.unit} {self.done}'
 
   def finish(self, done: int, state: State, extra: Extra) -> None:
-    """Replaces the last finished step by a newer one."""
+    """Replaces the last finished step by a newer step."""
     self.done, self.state, self.extra = done, state, extra
     self.is_consumed = False
 

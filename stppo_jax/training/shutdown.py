@@ -113,7 +113,7 @@ def _save_last(
   try:
     last.saver.save_in_time(last, folder.interrupt.signalled)
   except Exception as second:
-    # Only logged, because the error that ended the run is raised.
+    # This error is only logged, because the error that ended the run is raised.
     _log.info('%s could not be saved and is lost: %s', last, second)
   else:
     _log.info('%s is saved', last)
@@ -131,9 +131,9 @@ def _force_exit(
   The main thread may be compiling, for example, which nothing can interrupt.
   Another thread calls this function. The process may end once the last step is
   saved. This function saves the step, unless the main thread has donated the
-  state to updates, or may donate it now. Without this save, the process may end
-  only in the middle of updates, if the system is about to kill it. In a run of
-  several hosts, no process ends here.
+  state to updates, or may donate it now. If the system is about to kill a
+  process whose state has been donated, the process may end without a save. In a
+  run of several hosts, no process ends here.
 
   Args:
     last: the last finished step.

@@ -105,14 +105,15 @@ def try_host(
     RuntimeError: the trial itself has failed, so the answer is not known; the
       message is one line.
   """
-  # Spawned, because a fork would share the devices that this process holds.
+  # The child is spawned, because a forked child would share the devices that
+  # this process holds.
   context = multiprocessing.get_context('spawn')
   ours, theirs = context.Pipe()
   child = context.Process(
     target=_try, args=(theirs, config, name, place), daemon=True
   )
   child.start()
-  theirs.close()  # now the pipe closes when the child ends
+  theirs.close()  # from now on, the pipe closes when the child ends
   try:
     # A compiler that takes too long counts as a compiler that refuses: the
     # hosts can decode together instead.

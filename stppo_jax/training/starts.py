@@ -136,7 +136,8 @@ def load(
     folder: the run's folder, whose hosts all call this function.
 
   Raises:
-    Misconfigured: the other run has no checkpoint, or weights do not fit.
+    Misconfigured: the run of `init_from` has no checkpoint, or weights do not
+      fit the models of this run.
     OSError: the start cannot be read or written.
     Exceptions of `checkpoint_state.read_policy`.
   """
@@ -158,7 +159,8 @@ def load(
       sft.imitate(
         imitated, inside, parts.tokenizer, parts.services, shown_every=50
       )
-  folder.hosts.exchange('start', True)  # waits until the start is complete
+  # This call waits until the start is complete.
+  folder.hosts.exchange('start', True)
   if is_missing:
     folder.publish()
   original, note = config, ''
@@ -173,7 +175,7 @@ def load(
 
 
 def _origin(config, path: str) -> tuple[int, str]:
-  """Returns `number` and `name` of `Loaded` for a start in the folder `path`.
+  """Returns the fields `number` and `name` of `Loaded`, for weights in `path`.
 
   Args:
     config: the config of the run, as the user gave it.
@@ -206,7 +208,8 @@ def _copy(config, source: Any, folder: claim.Folder) -> None:
       config.init_from,
       theirs.step,
     )
-  hosts.exchange('start', False)  # waits until the old value model is removed
+  # This call waits until the first host has removed the old value model.
+  hosts.exchange('start', False)
   # The range of values scales the output of the value head. If the runs have
   # different ranges, the same weights would mean other values, so the value
   # model is not copied.
@@ -267,7 +270,7 @@ def _with_value(
     The state, and a note for the line about the start: it is '' if the copied
     value model is used.
   """
-  assert state.value is not None  # the caller has checked this
+  assert state.value is not None  # the caller has checked the value model
   folder, restored = workdir / _VALUE, None
   if folder.is_dir():
     reads = checkpoint.Checkpointer(folder, read_only=True)
