@@ -79,7 +79,7 @@ def _dialogue(question, prompt_ids, texts) -> types.Trajectory:
 def gains(
   logprobs: np.ndarray, lengths: npt.ArrayLike, num_turns: int
 ) -> np.ndarray:
-  """Returns the information gain of every turn but the last of T turns.
+  """Returns the information gain of each turn except turn T.
 
   Args:
     logprobs: the mean log-probability of the answer in each probe.
@@ -87,10 +87,10 @@ def gains(
     num_turns: T, the number of probes of a trajectory.
 
   Returns:
-    float [B, T - 1], p after turn k's observation minus p before the turn,
-    where p is the exponential of the mean log-probability. The gain is 0 if one
-    of the two probes is empty. Otherwise it is nan if one of the two
-    log-probabilities is nan.
+    float [B, T - 1]: for turn k, p after the turn's observation minus p before
+    the turn. p is the exponential of the mean log-probability of the answer.
+    The gain is 0 if one of the two probes is empty. Otherwise it is nan if one
+    of the two log-probabilities is nan.
   """
   p_BT = np.exp(logprobs.astype(np.float64)).reshape(-1, num_turns)
   exists_BT = (np.asarray(lengths) > 0).reshape(-1, num_turns)

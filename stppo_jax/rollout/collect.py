@@ -246,8 +246,8 @@ class Collector:
       done, waiting = concurrent.futures.wait(
         pending, return_when=concurrent.futures.FIRST_COMPLETED
       )
-      # Turns that were sent together are answered together. A call of the
-      # engine for all of them costs no more than a call for the first of them.
+      # Turns that were sent together are answered at nearly the same time. One
+      # call of the engine for all of them costs no more than a call for one.
       while waiting and done:
         done, waiting = concurrent.futures.wait(waiting, timeout=_LINGER)
     return [future for future in pending if future.done()]

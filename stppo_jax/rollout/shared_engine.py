@@ -109,7 +109,7 @@ class SharedEngine:
 
   Args:
     engine: the engine; no other code uses it while a thread collects.
-    recorded: writes the versions of turns.
+    recorded: the record to which the versions of the turns are written.
     repeated: the record of the run that this run repeats; None if it repeats
       none.
 

@@ -164,7 +164,7 @@ class StepCollector:
     """Returns the trajectories to train on, group after group, and metrics.
 
     With several hosts, the trajectories are this host's, and the metrics are
-    only its counts. `complete_metrics` then returns the metrics of all hosts.
+    only this host's counts. `complete_metrics` then returns all metrics.
 
     The metrics of `trajectory_metrics` describe the groups before any group is
     replaced. Replacement drops questions that are easy or hopeless, so the
@@ -222,7 +222,7 @@ class StepCollector:
   def _replace_groups(
     self, groups: Groups, step: int, *, refilled: int
   ) -> dict[str, float]:
-    """Replaces groups whose rewards are equal in the list, and returns counts.
+    """Replaces, in the list, groups whose rewards are equal; returns counts.
 
     Args:
       groups: the groups of round 0, some of which are replaced.

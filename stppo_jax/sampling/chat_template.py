@@ -110,7 +110,7 @@ class Prompts:
   def _messages(self, text: str) -> list[dict[str, str]]:
     """Returns the messages of a prompt whose user message has this text."""
     system = self._options.system
-    # The template of Gemma 3 joins a system text and a user's text like this.
+    # The template of Gemma 3 also puts the system text before the user's text.
     if self.folds_system:
       return _dialogue('', f'{system}\n\n{text}')
     return _dialogue(system, text)

@@ -116,7 +116,7 @@ class CompiledPrograms:
   def transferred(
     self, params: functional.Params, *, base: functional.Params | None = None
   ) -> functional.Params:
-    """Returns a copy of the weights on the decoding devices, see `publish`."""
+    """Copies weights to the decoding devices; returns them, see `publish`."""
     # The base is compared by identity, because a comparison of values would
     # read all its arrays.
     if base is not self._base:

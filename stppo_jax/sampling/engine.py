@@ -192,8 +192,8 @@ class Engine:
       prompts, keys, due: see `begin`.
     """
     first = self._next
-    # The keys stay on the host, which sends them to the devices with each
-    # batch.
+    # The keys stay on the host, which sends them to the devices with each call
+    # of `decode`.
     key_data = np.asarray(jax.random.key_data(keys))
     self._next += len(key_data)
     for number in range(first, self._next):
@@ -326,7 +326,8 @@ class Engine:
   def _start_wave(self) -> None:
     """Fills the slots from the queue.
 
-    The groups of the queue go to the lanes in turn, one group to each lane.
+    The lanes get groups in turn: the first group goes to the first lane, the
+    next group to the next lane, and so on.
     """
     first = self._queue[0].group
     while self._queue:

@@ -92,8 +92,8 @@ class Row:
     Args:
       token_ids: the observation before the turn.
       version: the version of the turn's weights.
-      recomputes: whether each change of weights computes the keys and values of
-        all earlier tokens again.
+      recomputes: whether newer weights compute the keys and values of all
+        tokens of a row again.
     """
     # The first token of a turn is predicted by the weights that have read the
     # token before the turn. If there is no observation to read, these would be

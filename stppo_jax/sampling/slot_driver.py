@@ -389,7 +389,7 @@ class _Active(NamedTuple):
 
 
 def _fitting(count: int, largest: int) -> int:
-  """Returns the smallest size of a batch that holds `count` slots."""
+  """Returns the smallest batch size in use that holds `count` slots."""
   size = largest
   for _ in range(_MAX_HALVINGS):
     if size % 2 or count > size // 2:

@@ -129,7 +129,8 @@ def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:
       if any(text.endswith(stop) for stop in stops):
         table[state, byte] = stopped
         continue
-      while text not in index:  # until a stop string begins with the text
+      # The text is cut until a stop string begins with the text.
+      while text not in index:
         text = text[1:]
       table[state, byte] = index[text]
   return table

@@ -29,8 +29,8 @@ class Alarm(NamedTuple):
   """A rule over the metrics of a step.
 
   Attributes:
-    number: returns the number that is compared with the threshold, or None if
-      the metrics do not give one.
+    number: takes the metrics of a step, and returns the number that is compared
+      with the threshold, or None if the metrics do not give the number.
     meaning: a phrase that says what the number is and names its metric.
     is_floor: whether the alarm rings for a number below the threshold. If
       False, the alarm rings for a number above the threshold.

@@ -133,8 +133,8 @@ class Folder:
       CheckpointsMissing: the run's checkpoints are gone.
       BucketError: the bucket is out of reach.
     """
-    # This must come before the first compilation, so that all compiled programs
-    # are kept in the folder, where the next start finds them.
+    # This call must come before the first compilation, so that all compiled
+    # programs are kept in the folder, where the next start finds them.
     compilation.keep(self.path / run_folder.COMPILED)
     with self.interruptible(), exits.as_misconfigured(str(self.path)):
       number = self.hosts.whole.index

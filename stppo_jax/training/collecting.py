@@ -81,7 +81,7 @@ class Collecting:
       self.step_collector.statistics()
       self.release()
       return measured
-    raise AssertionError  # not reached: an interrupted section raises
+    raise AssertionError  # never reached: an interrupted section raises
 
   def release(self) -> None:
     """Frees the memory of the engine until the next policy is published."""

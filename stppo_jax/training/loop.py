@@ -62,7 +62,7 @@ def train(
     # If the run makes its start, `start.config` has the start's model shape,
     # and `loaded.config` has the start's directory as `model.path`.
     start = starts.resolve(config, folder)
-    parts = build_lib.build(start.config, folder)  # may refuse the config
+    parts = build_lib.build(start.config, folder)  # this may refuse the config
     folder.record()
     for note in parts.notes:
       _log.info(note)

@@ -240,13 +240,13 @@ class Run:
       # Checkpoints lack the dialogues of this host, so they are written now.
       self._writer.write_trajectories(done, records)
       records = []
-    # This comes before evaluating and writing: after a signal or an error from
-    # here on, this step is saved, and the next start evaluates and writes it.
+    # This call comes before evaluating and writing: after a later signal or
+    # error, the step is saved, and the next start evaluates and writes it.
     self.last.finish(done, state, saving.Extra(unwritten=(metrics, records)))
     self.folder.watch.count(done, self.num_steps)
     self.folder.interrupt.outlook = f'saving {self.last}'
     self.save_seconds = 0.0
-    # If a save has failed, this raises. The end of the run saves this step.
+    # This raises if a save has failed. The end of the run then saves this step.
     self._saver.check()
     self._finish_unwritten(metrics, records)
 

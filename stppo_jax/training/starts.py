@@ -251,7 +251,7 @@ def _copy_value(
     return
   finally:
     reads.close()
-  assert restored is not None  # the policy was read from the same checkpoint
+  assert restored is not None  # the policy was read from this checkpoint, too
   writes = checkpoint.Checkpointer(target)
   writes.save(0, restored[1], {})
   writes.close()
