@@ -29,10 +29,11 @@ def build(
   num_turns: int,
   max_length: int,
 ) -> list[types.Trajectory]:
-  """Returns T probes of each trajectory: probe k has the part before turn k.
+  """Returns T probes of each trajectory, one for each turn that it may have.
 
-  Probe k is empty if the trajectory has no turn k or failed, if the probe would
-  be longer than `max_length`, or if there is no golden answer.
+  Probe k consists of the dialogue before turn k, `<answer>` and the golden
+  answer. It is empty if the trajectory has no turn k or failed, if the probe
+  would be longer than `max_length`, or if there is no golden answer.
 
   Args:
     trajectories: dialogues of the search environment.

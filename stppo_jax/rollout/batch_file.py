@@ -52,8 +52,9 @@ def _member(archive, name: str) -> np.ndarray:
   """Returns one array of an archive.
 
   Raises:
-    ValueError: if the archive has no array of numbers with this name. (Numpy's
-      own message would recommend to unpickle the data, which is unsafe.)
+    ValueError: if the member with this name is damaged, or is no array of
+      numbers. (The message of numpy would recommend unpickling the member,
+      which is unsafe.)
   """
   problem = f'not a sound npz file: {name} is damaged, or no array of numbers'
   try:

@@ -115,7 +115,7 @@ class Overlong:
   Attributes:
     weight: the reward that a trajectory of `max_length` loses.
     max_length: the longest trajectory, in tokens.
-    interval: the punishment grows from 0 over the last `interval` tokens.
+    interval: tokens before `max_length` over which the punishment grows from 0.
   """
 
   weight: float

@@ -302,10 +302,10 @@ MAX_LENGTHS = 8
 
 
 def unit(bucket: int, *, max_length: int) -> int:
-  """Returns the unit of batch lengths: every length is a multiple of the unit.
+  """Returns a number of tokens that divides the length of every batch.
 
-  The unit is the smallest multiple of `bucket` with which batches have at most
-  `MAX_LENGTHS` different lengths.
+  The number is the smallest multiple of `bucket` with which batches have at
+  most `MAX_LENGTHS` different lengths.
 
   Args:
     bucket: a number of tokens, `rollout.length_bucket`.

@@ -230,7 +230,8 @@ class StepCollector:
       refilled: the number of rows that were refilled in round 0.
 
     Returns:
-      The numbers of rounds, of replaced groups and of refilled rows.
+      The numbers of rounds, of groups replaced by groups that need no
+      replacement themselves, and of refilled rows.
     """
     places = [n for n, g in enumerate(groups) if _lacks_variance(g)]
     rounds = replaced = 0

@@ -116,7 +116,10 @@ class CompiledPrograms:
   def transferred(
     self, params: functional.Params, *, base: functional.Params | None = None
   ) -> functional.Params:
-    """Copies weights to the decoding devices; returns them, see `publish`."""
+    """Copies weights to the decoding devices, and returns the copy.
+
+    The arguments have the same meaning as in `publish`.
+    """
     # The base is compared by identity, because a comparison of values would
     # read all its arrays.
     if base is not self._base:

@@ -21,10 +21,10 @@ Weights change between turns only. A turn takes the newest weights when it
 begins and keeps them to its end, so one policy writes the whole turn. The
 result of a turn contains the version of its weights. While turns of two
 versions are being written, each call decodes the turns of one version only.
-Turns of two versions can occur only if the option `turn_swaps` is not 'never'.
-Then a slot is refilled as soon as its row is closed, even if `deterministic`.
-In this case timing can change the versions of a row's turns, and changes the
-bits of the row in no other way.
+Turns of two versions can occur only with the option `turn_swaps` at 'keep' or
+'recompute'. A slot is then refilled as soon as its row is closed, even with
+`deterministic=True`, and timing can change the versions of a row's turns. With
+`deterministic=True`, timing changes the bits of the row in no other way.
 """
 
 import collections
@@ -263,7 +263,7 @@ class Engine:
     done, _ = concurrent.futures.wait(
       lanes, return_when=concurrent.futures.FIRST_COMPLETED
     )
-    # The order of the result does not depend on which lane is done first.
+    # The result lists lanes in a fixed order, whichever lane is done first.
     for future, lane in lanes.items():
       if future in done:
         ended |= lane.collect_done()
@@ -327,7 +327,8 @@ class Engine:
     """Fills the slots from the queue.
 
     The lanes get groups in turn: the first group goes to the first lane, the
-    next group to the next lane, and so on.
+    next group to the next lane, and so on. A group that `begin` leaves out
+    takes its turn too, so some slots stay free.
     """
     first = self._queue[0].group
     while self._queue:

@@ -113,7 +113,7 @@ def pages_problem(pages: int, *, parts: int, pages_per_row: int) -> str:
   """Returns the reason why a number of pages is not allowed; '' if it is.
 
   Args:
-    pages: the number of pages; with 0, every slot gets `pages_per_row` pages.
+    pages: the number of pages; 0 means `pages_per_row` pages for each slot.
     parts: the number of equal parts that the pages are divided into. Each lane
       has one part on each device that has a share of the slots.
     pages_per_row: the most pages that a row needs.

@@ -141,7 +141,8 @@ class Lowering:
 
     return publisher.by_part(params, shapes)
 
-  # The result stands for an array with one element, or one array, for each row.
+  # The result stands for an array whose first axis counts the rows. Lowering
+  # needs only the shape, the dtype and the sharding of such an array.
   def _by_row(self, dtype, *shape: int) -> Any:
     return jax.ShapeDtypeStruct(
       (self._rows, *shape), dtype, sharding=self._slots_layout.lengths

@@ -6,11 +6,12 @@ of a row depends only on the row's key and on the token's position in the row.
 So neither the slot, nor the batch, nor the order of events changes the token.
 
 Truncation limits the tokens to sample from. `top_k` is the number of most
-probable tokens that are kept. With `top_p`, the fewest most probable tokens are
-kept whose total probability is at least `top_p`. With `min_p`, a token is kept
-if its probability is at least `min_p` times the largest probability. The three
-rules apply in this order, each to the tokens that the previous rule has kept.
-Sources: top_p, arXiv 1904.09751; min_p, arXiv 2407.01082.
+probable tokens that are kept. With `top_p`, the smallest set of most probable
+tokens is kept that has a total probability of at least `top_p`. With `min_p`, a
+token is kept if its probability is at least `min_p` times the largest
+probability. The three rules apply in this order, each to the tokens that the
+previous rule has kept. Sources: top_p, arXiv 1904.09751; min_p, arXiv
+2407.01082.
 """
 
 import dataclasses

@@ -245,7 +245,7 @@ class SlotDriver:
   def _chunks(
     self, appends: Mapping[int, slot_calls.Append]
   ) -> Iterator[tuple[Mapping[int, slot_calls.Append], int]]:
-    """Yields each chunk's appends, and the index of its first token in them."""
+    """Yields each chunk's appends, and the chunk's start in their token ids."""
     longest = max(len(append.token_ids) for append in appends.values())
     for first in range(0, max(longest, 1), self._prefill_chunk):
       yield (
@@ -389,7 +389,7 @@ class _Active(NamedTuple):
 
 
 def _fitting(count: int, largest: int) -> int:
-  """Returns the smallest batch size in use that holds `count` slots."""
+  """Returns the smallest allowed batch size that holds `count` slots."""
   size = largest
   for _ in range(_MAX_HALVINGS):
     if size % 2 or count > size // 2:

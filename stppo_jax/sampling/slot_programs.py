@@ -313,10 +313,10 @@ def _stored(cache, recent, table_AN, lengths_A, counts_A, hidden_AD, *, mesh):
 
   After a row has ended, its pages are used by other rows. Attention gives
   masked positions the weight 0, but 0 times nan is nan, so no value that is not
-  finite may reach the cache. A row is stored only if its final hidden state is
-  finite. This state is computed from all pages, so pages are overwritten only
-  after all pages have been read. Without this order the compiler would have to
-  copy the pages.
+  finite may reach the cache. The recent tokens of a row are stored only if the
+  row's final hidden state is finite. The final hidden states are computed from
+  the pages that attention reads, so pages are overwritten only after all reads.
+  Without this order the compiler would have to copy the pages.
   """
   finite_A = jnp.all(jnp.isfinite(hidden_AD), axis=1)
   counts_A = jnp.where(finite_A, counts_A, 0)

@@ -129,7 +129,7 @@ def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:
       if any(text.endswith(stop) for stop in stops):
         table[state, byte] = stopped
         continue
-      # The text is cut until a stop string begins with the text.
+      # Bytes are cut off in front until a stop string begins with the text.
       while text not in index:
         text = text[1:]
       table[state, byte] = index[text]

@@ -156,7 +156,7 @@ class Tokenizer:
   def _allowed(self, token_id: int, tags: Sequence[str]) -> bool:
     """Returns whether an added token may occur in a text with these tags."""
     content = self._added[token_id].content
-    # This token stands for characters that the vocabulary lacks.
+    # The unknown token stands for characters that the vocabulary lacks.
     unknown = token_id == self._fast.unk_token_id
     return unknown or any(content in tag for tag in tags)
 

@@ -366,7 +366,8 @@ def _force_exit(
 ) -> bool:
   """Releases the folder before a forced exit; see `Interruption.force_exit`.
 
-  There is nothing to save yet.
+  There is nothing to save yet. In a run of several hosts, the folder is not
+  released, and no process ends here.
 
   Returns:
     Whether the process may end now.

@@ -237,7 +237,7 @@ class Run:
     metrics = {name: float(value) for name, value in metrics.items()}
     records = trajectory_metrics.records(kept, self._tokenizer, details)
     if not self.folder.hosts.is_first:
-      # Checkpoints lack the dialogues of this host, so they are written now.
+      # Checkpoints lack this host's dialogues, so it writes the dialogues now.
       self._writer.write_trajectories(done, records)
       records = []
     # This call comes before evaluating and writing: after a later signal or

@@ -270,7 +270,7 @@ def _with_value(
     The state, and a note for the line about the start: it is '' if the copied
     value model is used.
   """
-  assert state.value is not None  # the caller has checked the value model
+  assert state.value is not None  # the caller has checked `state.value`
   folder, restored = workdir / _VALUE, None
   if folder.is_dir():
     reads = checkpoint.Checkpointer(folder, read_only=True)

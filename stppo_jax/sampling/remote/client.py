@@ -23,7 +23,7 @@ Result = TypeVar('Result')
 
 
 class EngineError(Exception):
-  """Raised if all attempts of a request failed; the message is one line."""
+  """Raised if no attempt of a request succeeded; the message is one line."""
 
 
 class EngineUnreachable(exits.RunEnded):
@@ -96,8 +96,8 @@ class EngineClient:
     """Waits until the server answers /health with status 200.
 
     Raises:
-      EngineUnreachable: if the server has not given this answer within the
-        client's timeout.
+      EngineUnreachable: if the server does not give this answer within the
+        client's timeout, in seconds.
     """
     try:
       await self._http.wait_until_ready('/health', grace=self._timeout)

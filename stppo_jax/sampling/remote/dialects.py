@@ -332,8 +332,8 @@ DIALECTS: Mapping[str, Dialect] = {
       'method': 'reload_weights',
       'kwargs': {'weights_path': folder},
     },
-    # Without `reset_running_requests`, the server drops nothing while any
-    # request is running.
+    # Without `reset_running_requests`, the server keeps its whole prefix cache
+    # while any request is running.
     flush_path='/reset_prefix_cache?reset_running_requests=true',
     version_path='',
   ),

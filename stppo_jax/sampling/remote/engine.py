@@ -222,7 +222,7 @@ class RemoteEngine:
   def poll(self) -> dict[int, types.GeneratedTurn | None]:
     """Waits for a short time, and returns the turns that ended, by row.
 
-    If all attempts to request a turn failed, None takes the place of the turn.
+    If no attempt to request a turn succeeded, None takes the turn's place.
     """
     while self._waiting and len(self._in_flight) < self._concurrency:
       self._request(self._waiting.popleft())
@@ -286,7 +286,8 @@ class RemoteEngine:
       [self._served.complete(request, self._check_turn)]
     )
     self._in_flight[row] = future
-    # The callback keeps this queue, because the next collection has another.
+    # The callback keeps the present queue: if the request is cancelled, its row
+    # must not get into the new queue of the next collection.
     done = self._done
     future.add_done_callback(lambda _: done.put(row))
 

@@ -107,7 +107,7 @@ class ServedModel:
         failure is final.
 
     Raises:
-      EngineError: if all attempts of the request failed.
+      EngineError: if no attempt of the request succeeded.
     """
     return await self._client.post(
       self._dialect.path,
@@ -154,7 +154,7 @@ class ServedModel:
     """Returns the label of the server's weights; None if it reports none.
 
     Raises:
-      EngineError: if all attempts of the request failed.
+      EngineError: if no attempt of the request succeeded.
     """
     path = self._dialect.version_path
     if not path:
