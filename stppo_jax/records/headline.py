@@ -26,7 +26,7 @@ def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def training(metrics: Mapping[str, float]) -> dict[str, float]:
-  """Returns the reward or the loss of a step; the key is a short name."""
+  """Returns a dict from a short name to the reward or the loss of a step."""
   return {name: metrics[key] for name, key in _MAIN.items() if key in metrics}
 
 

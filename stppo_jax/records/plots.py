@@ -49,7 +49,7 @@ STYLE: dict[Any, Any] = {
 
 
 def read_metrics(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-  """Returns an array of float64 for each metric, nan in steps without it.
+  """Returns an array for each metric, with nan for steps without the metric.
 
   Args:
     path: the file metrics.jsonl of a run.
@@ -116,7 +116,11 @@ def save(page: figure.Figure, path: str | pathlib.Path, **options: Any) -> None:
 
 
 def line(number: int) -> dict[str, Any]:
-  """Returns a line's colour and dashes, which differ for the first 24 lines."""
+  """Returns the colour and dashes of a line; lines 0 to 23 all look different.
+
+  Args:
+    number: the number of the line in the picture.
+  """
   turns, colour = divmod(number, len(COLOURS))
   return {'color': COLOURS[colour], 'linestyle': DASHES[turns % len(DASHES)]}
 

@@ -33,9 +33,9 @@ _SKIPPED = 'update/skipped'
 
 
 class _Console(rich.console.Console):
-  """A console whose `print` raises an error if the pipe is closed.
+  """A console whose `print` raises an error if the output pipe is closed.
 
-  A console of rich would end the process instead.
+  The console of rich would end the process instead.
   """
 
   def on_broken_pipe(self) -> None:

@@ -46,7 +46,7 @@ def turn_records(
       old_logprob, ratio, entropy, advantage, value: one number for each token.
         `value` is absent without a value model.
       turn_ratio: the ratio of the turn.
-      clipped: the indices of the tokens whose gradient is cut.
+      clipped: the indices of the tokens whose gradient the objective cuts.
       weight: for each token, the factor of its policy term, from corrections
         and normalisation. `weight` is absent if all factors are 1.
   """

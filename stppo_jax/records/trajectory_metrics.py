@@ -14,8 +14,8 @@ from stppo_jax.records import token_records
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _TRUNCATED_TURNS = types.TrajectoryStatus.TRUNCATED_TURNS
 _REPEATED = 4  # the length of the shortest repeated text, in tokens
-# Fewer failed turns do not count: a single failed turn may be the fault of its
-# own query.
+# If fewer turns with an action have failed, the failures do not count: a single
+# turn may have failed because of its own query.
 _FEWEST_FAILED_TURNS = 2
 
 
@@ -54,10 +54,10 @@ class Failures:
 
   @property
   def fraction(self) -> float:
-    """The share of failed trajectories or of failed turns, the larger of both.
+    """The share of trajectories that failed, or of turns if that is larger.
 
     The share of turns counts too, because many trajectories that never search
-    must not hide that every search fails.
+    must not hide that every search fails. A single failed turn does not count.
     """
     fraction = self.failed_rows / self.rows
     if self.failed_turns < _FEWEST_FAILED_TURNS:
@@ -157,11 +157,16 @@ def measure_groups(
 def measure_staleness(
   trajectories: Sequence[types.Trajectory], step: int
 ) -> dict[str, float]:
-  """Returns how old turns are, in steps, and how many policies a dialogue has.
+  """Measures how much older than the trained policy the policies of turns are.
 
   Args:
-    trajectories: the trajectories, whose turns have versions of the policy.
+    trajectories: the trajectories. The version of each turn is the number of
+      training steps of the policy that wrote the turn.
     step: the number of training steps of the policy that is being trained.
+
+  Returns:
+    The mean and the maximum age of turns in steps, and the mean number of
+    policies that wrote the turns of a trajectory.
   """
   versions = [[turn.version for turn in t.turns] for t in trajectories]
   behind = [step - version for row in versions for version in row]
@@ -255,15 +260,15 @@ def record(
   Args:
     trajectory: the trajectory.
     tokenizer: the tokenizer that decodes the trajectory.
-    details: the token values of some trajectories, one row for each; None if no
-      trajectory has token values.
-    row: the row of this trajectory; `details` may lack this row.
+    details: measurements of each token of some trajectories, a row for each of
+      them; None if nothing was measured.
+    row: the row of this trajectory in `details`, which may lack the row.
 
   Returns:
     A dict with id, question, golden_answers, data_set, options of a choice
     question, prompt, turns (each with text, observation, action and reward),
     rewards, scores, status, and the cause of a failure. A turn whose tokens
-    have values also has `tokens`, see `token_records.turn_records`.
+    were measured also has `tokens`, see `token_records.turn_records`.
   """
   question = trajectory.question
   tokens: list[dict[str, Any] | None] = [None] * len(trajectory.turns)
@@ -298,9 +303,9 @@ def records(
   tokenizer,
   details: batch_lib.TokenDetails | None = None,
 ) -> list[dict[str, Any]]:
-  """Returns the record of each trajectory.
+  """Returns the record of each trajectory, see `record`.
 
-  Row i of `details`, if there is one, belongs to trajectory i.
+  Row i of `details`, if it exists, belongs to trajectory i.
   """
   return [
     record(trajectory, tokenizer, details=details, row=row)

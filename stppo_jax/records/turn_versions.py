@@ -99,8 +99,8 @@ def repeated(
   found = TurnVersions(path, host)
   problem = ''
   with exits.as_misconfigured('rollout.replay_order'):
-    # The files of all steps are read now, because a damaged file would end the
-    # run only when it reaches the step.
+    # The files of all steps are read now. Otherwise a damaged file would end
+    # the run only when the run needs the file.
     first, *_ = [found.read(step) for step in range(config.num_steps)]
   if first is None:
     problem = 'no run with rollout.turn_swaps has begun there'
@@ -109,8 +109,8 @@ def repeated(
     theirs = json.loads((path / 'config.json').read_text('utf-8'))
     every = theirs['evaluate']['every']
     if config.evaluate.every != every:
-      # An evaluation waits for all dialogues. If this run evaluated at other
-      # steps than that run, some dialogues would wait for weights that are made
+      # An evaluation waits for all dialogues. If the two runs evaluated at
+      # different steps, some dialogues would wait for weights that are made
       # only after the evaluation.
       problem = (
         f'the run there has evaluate.every={every}, but this run has '

@@ -79,7 +79,7 @@ class Checkpointer:
     check: Callable[[], None] = lambda: None,
     retry: float = 0.0,
   ):
-    """Opens the folder `workdir/checkpoints`; makes it if not `read_only`.
+    """Opens the folder `workdir/checkpoints`, and makes it if it is missing.
 
     Args:
       workdir: the run's folder. If the run's folder is in a bucket, this is the
@@ -88,13 +88,13 @@ class Checkpointer:
         best score. None keeps all steps.
       keep_every: steps that are multiples of this number are kept too. 0 keeps
         no additional steps.
-      read_only: whether nothing may be changed. This must be true if another
-        process may still be making the run: files that look like the remains of
-        a killed save may belong to a save in progress.
-      flush: called by a thread of every process before a step is committed.
-      check: called by a thread of the first process; an error stops the commit.
-      retry: the seconds for which a request is repeated while a bucket is out
-        of reach.
+      read_only: whether nothing may be changed or made. This must be true if
+        another process may still be making the run: files that look like the
+        remains of a killed save may belong to a save in progress.
+      flush: uploads files of the run. A thread of every process calls it before
+        a step is committed.
+      check: raises an error to stop a commit; called only on the first process.
+      retry: the seconds for which a failed request to a bucket is repeated.
     """
     self._workdir = pathlib.Path(workdir)
     self._address = run_folder.address(self._workdir)
@@ -178,7 +178,7 @@ class Checkpointer:
     """Waits until the last save is on disk.
 
     Raises:
-      SaveFailed: nothing is left of its step; older steps are intact.
+      SaveFailed: nothing is left of the failed step; older steps are intact.
     """
     if self.pending.wait():
       self._note_saved()
@@ -198,7 +198,7 @@ class Checkpointer:
   def restore_latest(
     self, abstract_state: Any, *, subtree: str = '', step: int | None = None
   ) -> tuple[int, Any, dict[str, Any]] | None:
-    """Returns the newest valid step, or None if nothing was saved.
+    """Restores the newest valid step, or only the step `step`.
 
     A damaged step is renamed to `<step>.corrupt` with a warning, and the next
     older step is tried. The damaged step is kept for inspection. It is renamed
@@ -215,13 +215,13 @@ class Checkpointer:
 
     Returns:
       (step, state, host). The leaves have the shardings of `abstract_state`.
-      None if nothing was saved, or if the step `step` was not saved.
+      None if there is no step to restore, and no damaged step either.
 
     Raises:
-      CorruptCheckpoints: steps were saved, but all of them are damaged.
-      OtherState: the newest sound step is of another run, or has another
-        structure, or leaves of other shapes or dtypes. Nothing is renamed,
-        because the user may have given the folder of another run by mistake.
+      CorruptCheckpoints: there are damaged steps, but no step to restore.
+      OtherState: the step that this call would restore is of another run, or
+        has another structure, or leaves of other shapes or dtypes. Nothing is
+        renamed, because the user may have given the wrong folder.
       NewerSchema: a newer version of this program has saved the step that this
         call would restore. Nothing is renamed.
     """
@@ -344,7 +344,7 @@ class Checkpointer:
     """Returns `read()`; raises `_Damaged` on all processes if one finds damage.
 
     All processes must set the same step aside and restore the same older step,
-    or they would wait in different collectives. So all exchange their results.
+    or they would wait in different collectives. So they exchange their errors.
     """
     # A damaged file can make its readers raise any error. An error that is no
     # evidence of damage (no memory, no permission) is raised unchanged.
@@ -373,7 +373,7 @@ class Checkpointer:
     return result
 
   def _set_aside_before(self) -> list[str]:
-    """Returns the new names of damaged steps that earlier starts renamed."""
+    """Returns the folder names of all steps that were ever set aside."""
     with orbax_buckets.reaching(self._address):
       there = self._folder.iterdir() if self._folder.exists() else ()
       return [path.name for path in there if '.corrupt' in path.name]

@@ -28,7 +28,7 @@ def fingerprints(arrays: list[jax.Array]) -> list[int]:
 # for more.
 @jax.jit
 def begin(arrays: list[jax.Array]) -> jax.Array:
-  """Returns a fingerprint for each array; the devices may still compute it."""
+  """Returns a fingerprint for each array, without waiting for the devices."""
   return jnp.stack([_fingerprint(x) for x in arrays])
 
 
@@ -49,7 +49,10 @@ def _fingerprint(x: jax.Array) -> jax.Array:
 
 
 def named(tree: Any) -> dict[str, Any]:
-  """Returns the leaves of a pytree by dotted path, such as 'policy.norm'."""
+  """Returns a dict from the dotted path of each leaf of a pytree to the leaf.
+
+  A dotted path is a text such as 'policy.norm'.
+  """
   return {
     jax.tree_util.keystr(path, simple=True, separator='.') or 'state': leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -57,7 +60,7 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def kind(leaf: Any) -> dict[str, Any]:
-  """Returns the shape and dtype of a leaf in the form of a manifest."""
+  """Returns the shape and dtype of a leaf as a manifest stores them."""
   return {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)}
 
 

@@ -24,11 +24,11 @@ _PASSING = ('UNAVAILABLE', 'DEADLINE_EXCEEDED', 'RESOURCE_EXHAUSTED', 'ABORTED')
 
 @contextlib.contextmanager
 def reaching(address: str) -> Iterator[None]:
-  """Turns an error of the body into `BucketError` if a request has failed.
+  """Turns an error of the `with` block into `BucketError` if a request failed.
 
   Args:
-    address: the address where the body reads or writes. If it is '', the body
-      uses no bucket, and its errors are raised unchanged.
+    address: the address where the `with` block reads or writes. If `address` is
+      '', the block uses no bucket, and its errors are raised unchanged.
   """
   try:
     yield
@@ -40,10 +40,11 @@ def reaching(address: str) -> Iterator[None]:
 
 
 def prepare(seconds: float) -> None:
-  """Makes Orbax list buckets uncached, and repeat requests for small files.
+  """Makes Orbax repeat requests for small files, and cache no listings.
 
-  Call it before Orbax first uses a gs:// address. Orbax uses the protocol `gcs`
-  of fsspec for such an address, while `Bucket` uses the protocol `gs`.
+  Call this function before Orbax first uses a gs:// address. For such an
+  address, Orbax uses the protocol `gcs` of fsspec, and `Bucket` uses the
+  protocol `gs`. So the change concerns only Orbax.
 
   Args:
     seconds: the seconds for which a failed request is repeated. The request is

@@ -52,13 +52,14 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(ManifestHandler, for_save=True)
 @dataclasses.dataclass
 class ManifestSave(ocp.args.CheckpointArgs):
-  """A manifest to write, whose fingerprints the devices may still compute.
+  """A manifest to write; the devices may not have its fingerprints yet.
 
   Attributes:
     manifest: the manifest without fingerprints and without digest.
     fingerprints: an array with one fingerprint for each leaf, in the order of
       the leaves in the manifest.
-    flush: called on every process before the manifest is written.
+    flush: called on every process before the manifest is written, to upload
+      older files of the run.
   """
 
   manifest: dict[str, Any]
@@ -86,8 +87,8 @@ async def _write(directory: pathlib.Path, save: ManifestSave) -> None:
   (directory / manifest_lib.FILE.name).write_text(text)
 
 
-# Without this class, Orbax would expect the handler to have the interface of
-# older versions of Orbax.
+# If `ManifestRestore` did not exist, Orbax would expect the handler to have the
+# interface of older versions of Orbax.
 @ocp.args.register_with_handler(ManifestHandler, for_restore=True)
 class ManifestRestore(ocp.args.CheckpointArgs):
   """The argument of `restore`, which is never called."""
@@ -129,7 +130,7 @@ def manager(
 
   Args:
     folder: the folder. If `read_only` is false, the folder is made.
-    preservation: the policy that chooses the steps to keep.
+    preservation: chooses the steps to keep.
     read_only: whether nothing in the folder may be changed.
     check: called before a step is committed, see `checked`.
     on_end: called by a thread at the end of a save.
@@ -159,7 +160,7 @@ def manager(
 
 
 class Preservation:
-  """A policy that Orbax asks at every save which steps to keep.
+  """Chooses the steps to keep, as a preservation policy of Orbax.
 
   Args:
     folder: the folder of the checkpoints.
@@ -183,8 +184,8 @@ class Preservation:
 
     Of several steps with the best score, the newest is returned.
     """
-    # Each manifest is read only once: Orbax calls the policy at every save, and
-    # in a bucket each read is a request.
+    # Each manifest is read only once: Orbax asks at every save which steps to
+    # keep, and in a bucket each read is a request.
     for step in steps:
       if step not in self._scores:
         self._scores[step] = None
@@ -196,7 +197,7 @@ class Preservation:
   def should_preserve(
     self, checkpoints: Sequence[Any], *, context: Any
   ) -> Sequence[bool]:
-    """Returns whether to keep each checkpoint; Orbax calls this method."""
+    """Returns for each checkpoint whether to keep it; Orbax calls this."""
     del context
     steps = [checkpoint.step for checkpoint in checkpoints]
     if self._keep is None:

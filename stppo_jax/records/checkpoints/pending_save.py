@@ -4,10 +4,11 @@ Orbax raises the error of a failed save only when a caller waits for the save.
 After an error, Orbax's list of steps must be read again, because the list may
 contain the step that failed.
 
-If several hosts save, Orbax makes each host wait for the parts of all other
-hosts, for up to twenty minutes, before it raises an error of the host's own
-part. But Orbax logs the error at once. After such an error the run must end on
-all hosts together, because the other hosts would go on waiting for this host.
+If several hosts save, each host writes a part of the checkpoint. If the part of
+a host fails, Orbax logs the error at once. But on this host Orbax waits for the
+parts of all other hosts, for up to twenty minutes, before it raises the error.
+After such an error the run must end on all hosts together, because the other
+hosts would go on waiting for this host.
 """
 
 from collections.abc import Iterator
@@ -138,7 +139,7 @@ class PendingSave:
     """Returns whether a save of several hosts is still being written.
 
     Raises:
-      The error of this host's part, if the part has failed.
+      The error that Orbax has logged, if this host's part of the save failed.
     """
     if self._num_hosts == 1 or not manager.is_saving_in_progress():
       return False
@@ -148,9 +149,9 @@ class PendingSave:
     return True
 
   def _reload(self, manager: ocp.CheckpointManager) -> None:
-    """Reads Orbax's list of steps again.
+    """Makes Orbax read its list of steps again.
 
-    If that fails, the next save reads the list.
+    If the list cannot be read now, it is read again before the next save.
     """
     self._is_stale = True
     # An error here is ignored, because the error that is being handled says
@@ -163,9 +164,9 @@ class PendingSave:
   def _failing(
     self, manager: ocp.CheckpointManager, step: int
   ) -> Iterator[None]:
-    """Turns every error of the body into `SaveFailed`.
+    """Turns every error of the `with` block into `SaveFailed`.
 
-    The caller handles all errors of a save, such as a full disk, alike.
+    So the caller handles all errors of a save, such as a full disk, alike.
     """
     try:
       yield

@@ -20,7 +20,7 @@ from stppo_jax.workdir import run_folder
 def problems(
   path: pathlib.Path, step: int, run: run_folder.Run | None
 ) -> list[str]:
-  """Returns messages about everything that is wrong with a checkpoint.
+  """Returns messages about what is wrong with a checkpoint.
 
   Args:
     path: the folder of the checkpoint.
@@ -28,8 +28,8 @@ def problems(
     run: the run that must have saved the checkpoint. None if the run has no id.
 
   Returns:
-    Lines that each name a file or a leaf, and the cause. The list is empty for
-    a sound checkpoint.
+    A line about the manifest; or else up to two lines, about leaves that cannot
+    be read and about leaves that have changed. [] for a sound checkpoint.
   """
   orbax_errors.hide_repeated()
   try:
@@ -92,7 +92,11 @@ def _read(
 
 
 def _shortened(causes: dict[str, str]) -> str:
-  """Returns one line: the first leaf, how many more there are, the cause."""
+  """Returns a line about damaged leaves: the first, their number, the cause.
+
+  Args:
+    causes: a dict from the name of each damaged leaf to the cause.
+  """
   name, cause = next(iter(causes.items()))
   rest = len(causes) - 1
   others = f' and {rest} other{"s" if rest > 1 else ""}' if rest else ''
