@@ -96,7 +96,7 @@ def differences(
 
   Args:
     hosts: the hosts of the run.
-    facts: the facts of each host, by their names.
+    facts: for each host, a dict from the name of a fact to its value.
   """
   lines = []
   for name in dict.fromkeys(name for fact in facts for name in fact):
@@ -111,11 +111,11 @@ def differences(
 
 
 def check_folder(hosts: hosts_lib.Hosts, workdir: pathlib.Path) -> None:
-  """Checks that all hosts see the files that the first host writes.
+  """Checks that all hosts see the files that the first host writes to a folder.
 
   Raises:
-    Misconfigured: the folder is not on a shared file system; all hosts raise
-      this.
+    Misconfigured: the folder is not on a shared file system. All hosts raise
+      this error.
   """
   if hosts.count == 1:
     return
@@ -150,7 +150,10 @@ def _appears(path: pathlib.Path) -> bool:
 
 
 def _facts(config) -> dict[str, str]:
-  """Returns the facts that must be equal on all hosts, by name, as text."""
+  """Returns versions, checksums and devices, which must be equal on all hosts.
+
+  The key of each fact is its name in error messages.
+  """
   devices = jax.local_devices()
   code = hashlib.sha256()
   for path in sorted(_PACKAGE.rglob('*.py')):

@@ -37,13 +37,13 @@ _COMMITTED = 'commit_success.txt'
 
 
 class Grown(NamedTuple):
-  """The content that a bucket has of a file to which a run appends lines.
+  """The state, in the bucket, of a file to which a run appends lines.
 
   Attributes:
     number: how often the file was rewritten as a whole.
     size: the number of bytes of the file that are in the bucket.
     checksum: the checksum of these bytes.
-    parts: the names of all parts, outdated or not.
+    parts: the names of all objects with parts of the file, outdated or not.
   """
 
   number: int = 0
@@ -62,7 +62,7 @@ def downloaded(
 ) -> Iterator[pathlib.Path]:
   """Yields the folder of a run; downloads it first if the run is in a bucket.
 
-  The downloaded files are deleted when the body ends.
+  The downloaded files are deleted at the end of the `with` block.
 
   Args:
     place: the folder of the run, or its address in a bucket.
@@ -107,7 +107,7 @@ def downloaded(
 
 @functools.cache
 def opened(place: str) -> pathlib.Path:
-  """Returns the folder of a run or a model; downloads it from a bucket first.
+  """Returns the folder of a run or a model, downloaded if it is in a bucket.
 
   The downloaded folder of a run lacks dialogues and the arrays of checkpoints;
   `run_folder.address` returns the address where the bucket has these files. The
@@ -158,8 +158,7 @@ def download(
     is_needed: returns whether the file with a given name is needed.
 
   Returns:
-    For each downloaded file that is in parts: the content that the bucket has
-    of the file.
+    A dict from the name of each joined file to its state in the bucket.
   """
   parts: dict[str, list[re.Match[str]]] = {}
   wanted, empty = [], []
@@ -192,9 +191,9 @@ def _join(
   path: pathlib.Path,
   parts: list[re.Match[str]],
 ) -> Grown:
-  """Joins the parts of a file in the bucket, and writes the file at a path."""
-  # The parts of a rewritten file count only once its part at byte 0 is in the
-  # bucket: other parts of the file may arrive earlier.
+  """Writes the joined parts of a file at `path`; returns the file's state."""
+  # If a file was rewritten, its new parts count only once the part at byte 0 is
+  # in the bucket, because other new parts may arrive earlier.
   begun = (int(part[2]) for part in parts if not int(part[3]))
   number = max(begun, default=0)
   data = b''

@@ -142,7 +142,7 @@ class BucketFolder:
   def with_retries(
     self, call: Callable[[], object], seconds: float = math.inf
   ) -> None:
-    """Calls a function again and again until the bucket causes no error.
+    """Calls a function until the call raises no error of the bucket.
 
     Args:
       call: the function.
@@ -174,13 +174,13 @@ class BucketFolder:
   def pushed(
     self, seconds_left: Callable[[], float] = lambda: math.inf
   ) -> Iterator[None]:
-    """Uploads new files every few seconds during the body, and after the body.
+    """Uploads new files every few seconds in the `with` block, and at its end.
 
     Args:
       seconds_left: returns the seconds until the process is killed.
 
     Raises:
-      BucketError: the body had no error, but the last upload has failed.
+      BucketError: the `with` block had no error, but the last upload failed.
     """
     ended, problem = threading.Event(), ''
 
@@ -226,7 +226,7 @@ class BucketFolder:
       self.push()
 
   def _append(self, name: str) -> None:
-    """Uploads the new end of a file to which the run appends, as a part."""
+    """Uploads the lines that the run has appended to a file, as a new part."""
     data = (self._folder / name).read_bytes()
     there = self._grown.get(name, bucket_files.Grown())
     number, start, old = there.number, there.size, ()
@@ -251,7 +251,7 @@ class BucketFolder:
     )
 
   def _files(self) -> dict[str, tuple[int, int]]:
-    """Returns size and time of each file of this machine that is uploaded."""
+    """Returns size and time of each local file that the bucket should have."""
     found = {}
     for parent, folders, names in os.walk(self._folder):
       below = pathlib.Path(parent).relative_to(self._folder)

@@ -68,14 +68,14 @@ class Beat:
 
 
 class Heartbeat:
-  """Writes the heartbeat of a run while the body of `written` runs.
+  """Writes the heartbeat of a run during the `with` block of `written`.
 
   If the file cannot be written, the error is ignored: a run must not end
   because nobody can watch it.
 
   Args:
-    exit_code: returns the exit code of the process; called if the body of
-      `written` ends without an error.
+    exit_code: returns the exit code of the process; called if the `with` block
+      of `written` ends without an error.
 
   Attributes:
     beat: the content of the file.
@@ -100,7 +100,7 @@ class Heartbeat:
     hosts: Sequence[str],
     claim: lock.Claim | None = None,
   ) -> Iterator[None]:
-    """Writes the file during the body, and once more at the end of the body.
+    """Writes the file regularly during the `with` block, and at its end.
 
     Args:
       folder: the run's folder.
@@ -143,8 +143,9 @@ class Heartbeat:
   def end(self, exit_code: int | None) -> None:
     """Writes the file for the last time, with the exit code.
 
-    A process that ends inside the body of `written` calls this method itself.
-    If `written` was not entered, nothing is written.
+    `written` calls this method at the end of its `with` block. A process that
+    exits inside the block calls the method itself. Before `written` is entered,
+    the method writes nothing.
     """
     self._ended.set()
     self.beat.exit_code = exit_code

@@ -94,7 +94,7 @@ class Lease(lock.Claim):
 def held(
   bucket: buckets.Bucket, *, seconds: float = SECONDS
 ) -> Iterator[Lease]:
-  """Holds the lease of a folder in a bucket during the body.
+  """Holds the lease of a folder in a bucket during the `with` block.
 
   If the lease has another holder, this function waits until the lease runs out
   or is renewed. If that holder was a process of this host and has ended, the

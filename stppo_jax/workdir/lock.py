@@ -135,7 +135,7 @@ class Claim:
     self._ended.set()
 
   def release(self) -> None:
-    """Gives the right up; called by a process that ends inside `held`."""
+    """Gives up the right, for a process that exits inside `held`."""
 
 
 class FileClaim(Claim):
@@ -177,10 +177,10 @@ def taken_over(folder: object, holder: Holder | None) -> Lost:
 
 @contextlib.contextmanager
 def held(folder: pathlib.Path, *, every: float = _EVERY) -> Iterator[Claim]:
-  """Holds the lock of a folder during the body; makes a missing folder.
+  """Holds the lock of a folder during the `with` block.
 
   Args:
-    folder: the folder to lock.
+    folder: the folder to lock; made if it is missing.
     every: seconds between two touches of the file.
 
   Raises:
@@ -287,7 +287,7 @@ def _check(
   then looks at the file a second time.
 
   Args:
-    path: the lock.
+    path: the lock file.
     holder: the process that the lock names; None if it names no process.
     is_free: whether no process of this host has locked the file with `flock`.
     every: seconds between two touches of the file.

@@ -61,7 +61,8 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
       for element in mixtures.parse(data[key]) if data[key] else ():
         path = root / element.name
         if data['name'] == 'tfds':
-          # This file has the checksums of the files of questions.
+          # This file has the checksums of the question files, so its own
+          # checksum changes with theirs.
           path = layout.folder(root, element.name) / 'metadata.json'
         yield f'data.{key}: {element.name}', path
     if data['corpus']:
@@ -73,10 +74,10 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
 
 
 def recorded(text: str) -> str:
-  """Returns the JSON with the names of packaged files in place of their paths.
+  """Returns JSON text with `asset:` names in place of paths of packaged files.
 
-  A record of a run has these names, see `_PACKAGED`. A path is replaced at the
-  beginning of a string, and after an `=`, as in `data.train=PATH`.
+  The record of a run has these names, see `_PACKAGED`. A path is replaced at
+  the beginning of a string, and after an `=`, as in `data.train=PATH`.
 
   Args:
     text: the JSON of a config or of checksums.
@@ -88,9 +89,9 @@ def recorded(text: str) -> str:
 
 
 def here(text: str) -> str:
-  """Returns the JSON of a record with paths in place of the names.
+  """Returns JSON text with paths in place of `asset:` names of packaged files.
 
-  The name of a packaged file is replaced at the beginning of a string.
+  A name is replaced at the beginning of a string.
   """
   for name, folder in _PACKAGED.items():
     text = text.replace(f'"{name}', f'"{folder}')

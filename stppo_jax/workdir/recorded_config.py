@@ -60,11 +60,11 @@ def read(folder: pathlib.Path) -> Any:
 
 
 def pin(config: Any, workdir: str = '') -> None:
-  """Adds a commit to each name of a model of the Hub in a config.
+  """Adds a commit to each model name of the Hugging Face Hub in a config.
 
   A run that has begun keeps the commits that it recorded, even if the branches
-  have moved since. If the Hub has no such model or refuses it, the name is not
-  changed, and the check of the config reports the error later.
+  have moved since. If the Hub lacks a model or refuses access to the model, the
+  name is not changed, and the check of the config reports the error later.
 
   Args:
     config: the config, which this function changes.
@@ -100,7 +100,10 @@ def pin(config: Any, workdir: str = '') -> None:
 
 
 def _completed(recorded: Any) -> Any:
-  """Returns a recorded config with the keys that this version has."""
+  """Returns a recorded config with the keys of this version.
+
+  Keys that the record lacks get their defaults.
+  """
   config = base.get_config()
   known = settings.flatten(config)
   values = {
@@ -125,7 +128,7 @@ def _completed(recorded: Any) -> Any:
 
 
 def _with_tuples(section: dict[str, Any]) -> dict[str, Any]:
-  """Returns a section of JSON with its lists replaced by tuples."""
+  """Returns a section of a config, with tuples in place of the JSON lists."""
   return {
     key: tuple(value) if isinstance(value, list) else value
     for key, value in section.items()

@@ -122,10 +122,10 @@ def problems(
 
 
 def _address_problems(place: str, start: str, command: str) -> list[str]:
-  """Returns the lines of `problems` for an address.
+  """Returns the lines of `problems` if an address is named, not a folder.
 
   Args:
-    place: the address.
+    place: the address, such as gs://bucket/run.
     start: the beginning of each line.
     command: the command that would write to the address.
   """
@@ -287,7 +287,9 @@ def make_aside(folder: pathlib.Path) -> pathlib.Path:
 
 
 def move_all_aside(folder: pathlib.Path) -> pathlib.Path | None:
-  """Moves all files of a run into a new folder aside-N in the same folder.
+  """Moves the files of a run into a new folder aside-N in the same folder.
+
+  The lock, compiled programs and earlier folders aside-N stay in their place.
 
   Returns:
     The new folder; None if there were no files to move.

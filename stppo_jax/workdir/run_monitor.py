@@ -62,7 +62,7 @@ class Watch:
     steps: Sequence[int],
     claim: lock.Claim | None = None,
   ) -> Iterator[None]:
-    """Writes the heartbeat during the body; an open trace ends with the body.
+    """Writes the heartbeat during the `with` block, and then ends any trace.
 
     Args:
       folder: the run's folder.
@@ -86,7 +86,7 @@ class Watch:
   def phases_watched(
     self, folder: pathlib.Path, host: int
   ) -> contextlib.AbstractContextManager[None]:
-    """Watches how long phases take during the body; called on every host.
+    """Watches how long this host's phases take, during the `with` block.
 
     Args:
       folder: the run's folder.
@@ -129,7 +129,7 @@ class Watch:
     self._heartbeat.end(exit_code)
 
   def begin_step(self, step: int) -> None:
-    """Begins or ends a trace if needed, and begins the span of a step.
+    """Begins the span of a step in the trace; begins or ends the trace if due.
 
     Args:
       step: the number of the step that begins, counted from 1.

@@ -1,6 +1,6 @@
 """Records a run in its workdir before the first step.
 
-    WORKDIR/config.json    the config that the run was started with
+    WORKDIR/config.json    the config of the last start of the run
            /run.json       the run's id, see `workdir.run_folder`
            /files.json     checksums of the files that the config names
            /start/policy   the policy that the run starts from, if it makes its
@@ -164,7 +164,7 @@ def check_checkpoints(workdir: pathlib.Path) -> None:
   Raises:
     CheckpointsMissing: the folder of checkpoints is empty although the run has
       saved a checkpoint. Or the folder is missing although the run has written
-      metrics, and a run makes the folder before it writes metrics.
+      metrics; every run makes the folder before it writes metrics.
   """
   folder, run = workdir / 'checkpoints', run_folder.read(workdir)
   if folder.is_dir():
@@ -241,7 +241,7 @@ def _compare(
 
   Returns:
     The keys that differ, the files that have changed, and the recorded
-    checksums. All three are empty if there is no record.
+    checksums. All three results are empty if there is no record.
 
   Raises:
     OtherRun: a key or a file has changed that must not change.
@@ -279,9 +279,9 @@ def _compare(
 def _has_moved(
   key: str, ours: Mapping[str, str], theirs: Mapping[str, str]
 ) -> bool:
-  """Returns whether a key names the same files at another place.
+  """Returns whether a changed key names files of unchanged content.
 
-  For `data.root`, all files below this folder must be the same.
+  If the key is `data.root`, this must hold for all data files of the config.
 
   Args:
     key: a key whose new value differs from the recorded value.
@@ -303,11 +303,11 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _digest(config: Mapping[str, Any]) -> str:
-  """Returns the digest of the config keys that later starts must not change.
+  """Returns the digest of a config, without keys that may always change.
 
-  Some keys are newer than some runs. Such a key does not count if it has the
-  value with which these runs were trained. So versions with and without the key
-  compute the same digest.
+  A key that older versions lack does not count if it has the value with which
+  these versions trained. So versions with and without the key compute the same
+  digest.
   """
   earlier = schema.earlier().items()
   values = {
@@ -320,10 +320,10 @@ def _digest(config: Mapping[str, Any]) -> str:
 
 
 def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
-  """Returns the checksums of the files that a config names, by `key=path`.
+  """Returns a dict from `key=path` to the checksum of each file of a config.
 
-  A file at another path has another name here. So if only the path has changed,
-  the key differs, but no file counts as changed.
+  A file at another path has another name in the dict. So if only the path has
+  changed, the value of the key differs, but no file counts as changed.
   """
   found = {
     f'{name.partition(":")[0]}={path}': named_files.checksum(path)
@@ -333,7 +333,7 @@ def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(checksums: Mapping[str, str]) -> dict[str, str]:
-  """Returns checksums with names in place of the paths of packaged files."""
+  """Replaces the paths of packaged files in checksums by `asset:` names."""
   return json.loads(named_files.recorded(json.dumps(checksums)))
 
 
@@ -352,7 +352,7 @@ def _is_fixed(key: str) -> bool:
 
 
 def _is_in(key: str, names: Sequence[str]) -> bool:
-  """Returns whether the names contain a key, or a section that has the key."""
+  """Returns whether a key or one of its sections is among the names."""
   return f'{key}.'.startswith(tuple(f'{name}.' for name in names))
 
 
@@ -377,7 +377,7 @@ def _differences(config, recorded) -> _Changes:
 
 
 def _refusal(key: str, ours: Any, theirs: Any, workdir: pathlib.Path) -> str:
-  """Returns the line which says that a key must not change, and what to do."""
+  """Returns the error line for a key that must not change, with advice."""
   ours, theirs = ("''" if x == '' else x for x in (ours, theirs))
   advice = '' if _is_fixed(key) else f', or allow the change: {_ALLOW}={key}'
   return (
@@ -387,7 +387,7 @@ def _refusal(key: str, ours: Any, theirs: Any, workdir: pathlib.Path) -> str:
 
 
 def _note_changes(changes: _Changes, workdir: pathlib.Path) -> None:
-  """Records each change, and the step of the newest checkpoint."""
+  """Appends each change, with the newest checkpoint's step, to a file."""
   newest = run_folder.newest_step(workdir)
   lines = [
     {'after_step': newest, 'key': key, 'from': theirs, 'to': ours}

@@ -57,7 +57,7 @@ class Watchdog:
 
   @contextlib.contextmanager
   def watching(self, path: pathlib.Path) -> Iterator[None]:
-    """Checks the duration of the present phase regularly during the body.
+    """Checks how long the present phase takes, during the `with` block.
 
     Args:
       path: the file to which the stacks are appended.
