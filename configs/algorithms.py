@@ -47,7 +47,7 @@ _TOKEN_PPO = {
     'clipping_bias': {
       'norm': 'coefficient',  # coefficient | gradient
       # rho is the root mean square of ratio * advantage over the tokens outside
-      # the bounds, divided by the same number of the tokens inside. With
+      # the bounds, divided by the root mean square over the tokens inside. With
       # norm=coefficient, the loss is scaled by 1/rho where rho is above tau.
       'tau': 3.0,
       'scope': 'minibatch',  # minibatch | microbatch | sequence | turn
@@ -98,11 +98,12 @@ _TOKEN_PPO = {
 
 
 def _algorithm(**changes):
-  """Returns token PPO with some options changed.
+  """Returns token PPO with some sections changed.
 
-  A change is the name of a choice, which then has its default options, or a
-  dict of options. If the dict has a `name`, its options belong to the choice of
-  that name. Otherwise they change the choice of token PPO.
+  Args:
+    **changes: section to its change. A name selects the choice of this name,
+      with its default options. A dict with the key `name` selects this choice,
+      and changes some of its options. Any other dict only changes options.
   """
   algorithm = copy.deepcopy(_TOKEN_PPO)
   for kind, change in changes.items():

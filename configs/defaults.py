@@ -160,7 +160,8 @@ DEFAULTS = {
   },
 }
 
-# Maps an option to the value with which runs behaved before the option existed.
+# Maps an option to the value with which runs behave as they did before the
+# option existed.
 BEFORE = {
   'advantage.critic_tokens': 'policy',
   'advantage.history': 0,

@@ -43,7 +43,7 @@ def model_exists(key: str, path) -> Iterator[str]:
 
 
 def tokenizer_exists(key: str, path) -> Iterator[str]:
-  """Checks that the tokenizer that a key names, if any, exists."""
+  """Checks that a key is empty or names an existing tokenizer."""
   for folder in _here(key, path, hub.local_folder):
     if isinstance(folder, str):
       yield folder
@@ -90,9 +90,15 @@ def _here(
   place: str,
   local_folder: Callable[[str], pathlib.Path] = buckets.local_folder,
 ) -> Iterator[pathlib.Path | str]:
-  """Yields the local folder of the place that a key names, or an error line.
+  """Yields the local folder of a path, address or Hub name, or an error line.
 
-  An empty key yields nothing.
+  Nothing is yielded if `place` is ''.
+
+  Args:
+    key: the config key.
+    place: the value of the key.
+    local_folder: returns the local folder of `place`, and downloads its files
+      if `place` is an address or a Hub name.
 
   Raises:
     BucketError: the folder is in a bucket that may be in reach later.
@@ -153,7 +159,11 @@ def gymnasium_is_made(make, environment) -> Iterator[str]:
 
 
 def passages_are_named(name, root, corpus, url, environment) -> Iterator[str]:
-  """Checks that a search run on files names a file of passages or a server."""
+  """Checks that a run with questions from files has passages to search in.
+
+  The passages are in a file or on a server. An environment that does not search
+  needs none.
+  """
   is_of_files = root and name in ('jsonl', 'tfds')
   needed = is_of_files and environments.find(environment).needs_retriever
   if needed and not url and not corpus:
@@ -163,7 +173,7 @@ def passages_are_named(name, root, corpus, url, environment) -> Iterator[str]:
 
 
 def data_exist(name, root, train, evaluation, corpus) -> Iterator[str]:
-  """Checks that the files or data sets exist and lie under `data.root`."""
+  """Checks that `data.root` has the questions and passages of a config."""
   if name not in ('jsonl', 'tfds'):
     return
   if not root:
@@ -213,7 +223,7 @@ def _file_exists(key, text, file, root) -> Iterator[str]:
 
 
 def _not_there(path: pathlib.Path, kind: str) -> str:
-  """Returns why a path is not the file or folder that it should be."""
+  """Returns why a path is wrong: it does not exist, or is of another kind."""
   return f'not a {kind}' if path.exists() else f'no such {kind}'
 
 

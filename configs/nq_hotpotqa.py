@@ -61,7 +61,12 @@ def get_config(argument: str = 'st_ppo') -> base.Config:
 
 
 def of_one(data_set: str, argument: str) -> base.Config:
-  """Returns the config of `argument` with only one data set: nq or hotpotqa."""
+  """Returns the config for one of the two data sets, nq or hotpotqa.
+
+  Args:
+    data_set: nq or hotpotqa.
+    argument: the argument of `get_config`.
+  """
   config = get_config(argument)
   config.data.train = f'{data_set}:train'
   config.data.evaluation = f'{data_set}:validation'

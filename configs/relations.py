@@ -33,7 +33,7 @@ def _refuse(*keys: str, when: Callable[..., object], because: str) -> Relation:
 
 
 def _is_multiple(key: str, of: str) -> Relation:
-  """Returns the relation that `key` must be a multiple of the key `of`."""
+  """Returns the relation that one key must be a multiple of another key."""
   return _refuse(
     key,
     of,

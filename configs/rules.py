@@ -7,7 +7,7 @@ from stppo_jax import settings
 
 
 def one_of(*choices: str) -> settings.Rule:
-  """Returns the rule that a value is one of the choices."""
+  """Returns the rule that a value must be one of the choices."""
   return settings.Rule(
     lambda value: value in choices, 'one of ' + ', '.join(choices)
   )
@@ -27,7 +27,7 @@ def _is_pattern(text: str, number: str) -> bool:
 
 
 def some_of(*choices: str) -> settings.Rule:
-  """Returns the rule that each of several values is one of the choices."""
+  """Returns the rule that every element of a value must be a choice."""
   return settings.Rule(
     lambda names: set(names) <= set(choices), 'some of ' + ', '.join(choices)
   )

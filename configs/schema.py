@@ -40,10 +40,10 @@ class Key(NamedTuple):
     check: yields errors, one line each, about the file, function, package or
       server that the value names.
     resume: FREE, GUARDED or FIXED.
-    before: the value with which runs behaved before the key existed. None: all
-      recorded configs have the key, or the key is free.
+    before: the value with which runs behave as they did before the key existed.
+      None: all recorded configs have the key, or the key is free.
     asked: whether the dialogues of an evaluation depend on the key.
-    formerly: the name of the key in earlier versions; '' if it was the same.
+    formerly: the former name of the key; '' if its name has never changed.
   """
 
   rule: settings.Rule | None = None
@@ -306,7 +306,7 @@ GONE = {
 
 
 def earlier() -> dict[str, Any]:
-  """Maps newer keys to the values with which older runs behaved, as JSON."""
+  """Returns a dict from each key to its `before`, if any, in types of JSON."""
   values = {
     name: key.before for name, key in KEYS.items() if key.before is not None
   }
@@ -314,7 +314,7 @@ def earlier() -> dict[str, Any]:
 
 
 def present(recorded: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a recorded config with the present names, without removed keys."""
+  """Returns a recorded config with present key names, without removed keys."""
   names = {key.formerly: name for name, key in KEYS.items()}
   return {
     names.get(name, name): value
@@ -371,7 +371,7 @@ def check(config: base.Config, ignored: Sequence[Any] = ()) -> list[str]:
 
 
 def _pop_algorithm(values: dict[str, Any]) -> dict[str, Any]:
-  """Removes the options of the algorithm from `values`, and returns them."""
+  """Removes the options of the algorithm from `values`; returns the options."""
   keys = [key for key in values if key.startswith('algorithm.')]
   return {key: values.pop(key) for key in keys}
 
@@ -387,7 +387,7 @@ def _same_type(value: Any, like: Any) -> bool:
 
 
 def check_algorithm(config: base.Config) -> list[str]:
-  """Returns the errors of the options of the algorithm."""
+  """Returns an error line for each wrong option of the algorithm."""
   if 'algorithm' not in config:
     return ['algorithm: missing']
   if config.algorithm.to_dict() in algorithms.ALGORITHMS.values():

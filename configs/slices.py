@@ -18,7 +18,7 @@ class Slice(typing.NamedTuple):
   """A slice or a node, and the sharding of a model on its chips.
 
   Attributes:
-    topology: the name of the slice or node, for `plan`.
+    topology: the name of the slice or node, as in `plan --topology`.
     data, fsdp, tensor: the sizes of the mesh axes in training.
     microbatch_size: rows per forward pass.
     decode_tensor: the number of chips over which decoding shards the weights.

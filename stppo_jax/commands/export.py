@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _out_problems(flags: Any, config: Any, workdir: pathlib.Path) -> list[str]:
-  """Returns a line if --out would replace a folder that is needed as input."""
+  """Returns the error lines of --out; [] if the export may write there."""
   folders = configuration.folders_read(config) | {
     '--workdir': workdir,
     'the supervised start': (

@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
       passages = passages_lib.read_corpus(flags.corpus)
     line = f'{flags.out}: another process builds an index there; waiting for it'
     say = functools.partial(print, line, file=sys.stderr, flush=True)
-    # A process that has waited here finds the index of the other process, and
-    # builds nothing.
+    # If another process was building this index, this process waits here, finds
+    # the index, and builds nothing.
     with index_folder.building(flags.out, waits=say):
       folder = index_folder.IndexFolder.create(flags.out, passages)
       if flags.backend == 'bm25':

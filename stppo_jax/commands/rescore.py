@@ -23,7 +23,7 @@ from stppo_jax.tools import rescoring
 
 
 def main(argv: Sequence[str]) -> int:
-  """Prints both mean scores, and the dialogues whose two scores differ."""
+  """Compares saved and new scores of dialogues; returns the exit code."""
   flags = command_line.flags(
     trajectories='',
     scope=command_line.one_of(list(rewards.SCOPES)),

@@ -333,7 +333,7 @@ def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(checksums: Mapping[str, str]) -> dict[str, str]:
-  """Replaces the paths of packaged files in checksums by `asset:` names."""
+  """Returns checksums whose keys have `asset:` names in place of paths."""
   return json.loads(named_files.recorded(json.dumps(checksums)))
 
 

@@ -64,9 +64,9 @@ def flags(**options: Any) -> absl_flags.FlagValues:
 
   Args:
     **options: for each flag its default, or a definition that `integer`,
-      `number` or `one_of` returns. The type of a default is the type of the
-      flag. A list is for a list of texts, and None is for a text without a
-      default.
+      `number` or `one_of` returns. The flag has the type of its default. With a
+      list as default, the flag is a list of texts. With None as default, the
+      flag is a text, and None if it is not given.
   """
   defined = absl_flags.FlagValues()
   for name, option in options.items():
@@ -99,7 +99,7 @@ def one_of(choices: Sequence[str], default: str | None = None) -> Definition:
 
 
 def refuse(errors: Sequence[str]) -> None:
-  """Raises `Misconfigured` with these lines, if there are any."""
+  """Raises `Misconfigured` with the error lines, if there are any."""
   if errors:
     raise exits.Misconfigured('\n'.join(errors))
 
@@ -108,7 +108,7 @@ def lost(losses: Sequence[object]) -> int:
   """Prints a line for each input that was not read; returns the exit code.
 
   Args:
-    losses: the messages about the inputs that a command could not read.
+    losses: a message about each input that a command could not read.
   """
   for loss in losses:
     print(streams.one_line(str(loss)), file=sys.stderr)

@@ -21,8 +21,8 @@ def load(name: str) -> Any:
   """Returns the configuration that `FILE.py[:ALGORITHM]` describes.
 
   Raises:
-    Misconfigured: if there is no such file or algorithm, or the file fails; the
-      message is one line.
+    Misconfigured: if there is no such file or algorithm, or if the file raises
+      an error; the message is one line.
   """
   file, _, argument = name.partition(':')
   with exits.naming(f'--config={name}'):
@@ -54,8 +54,8 @@ def call(file: str, name: str, *arguments: str) -> Any:
   """Calls a function of a config file and returns its result.
 
   Raises:
-    ValueError: if there is no such file or function, or the file fails; the
-      message is one line.
+    ValueError: if there is no such file or function, or if the file raises an
+      error; the message is one line.
   """
   path = _find(file)
   if path.suffix != '.py':

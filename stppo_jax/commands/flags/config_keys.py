@@ -48,7 +48,7 @@ def describe(name: str = '') -> str:
   lines = []
   for key, comment, line in found:
     # The comment of a section explains the keys of the section, too. So the
-    # comment is shown even if only some of these keys are.
+    # comment is shown even if only some of these keys are shown.
     around = not line and comment
     if key in chosen or (
       around and any(name.startswith(f'{key}.') for name in chosen)
@@ -61,10 +61,10 @@ def describe(name: str = '') -> str:
 
 
 def _entries() -> Iterator[tuple[str, str, str]]:
-  """Yields each section and key: its name, comment, and `key = value`.
+  """Yields name, comment and `key = default` of each section and key.
 
   Sections and keys are in the order of the files. A section has '' in place of
-  `key = value`.
+  `key = default`.
   """
   lines = {
     key: f'{key} = {value!r}'
@@ -77,7 +77,7 @@ def _entries() -> Iterator[tuple[str, str, str]]:
 
 
 def _of_algorithm(lines: dict[str, str]) -> Iterator[tuple[str, str, str]]:
-  """Yields the sections and keys of `algorithm`.
+  """Yields the sections and keys of `algorithm`, as `_entries` does.
 
   The keys are the options of every choice, not only of the default choice.
   """

@@ -10,7 +10,8 @@
 The flags are written as for `config_flags` of ml_collections. That module is
 not used, for two reasons. It stops at the first wrong flag, but all errors
 should be reported. It does not know that the `name` of a section decides which
-options the section has. Nothing here imports jax or touches a device.
+options the section has. Nothing here touches a device, and only the check of
+changed options of an algorithm imports jax.
 
 A configuration is annotated as `Any`: it is a ConfigDict, whose keys are
 attributes that no type checker can check (`schema.check` checks them instead).
@@ -92,7 +93,7 @@ def split(
   flags: absl_flags.FlagValues,
   required: Sequence[str] = ('config',),
 ) -> command_line.Given:
-  """Sets the flags of a command line; returns its overrides and errors."""
+  """Sets flags from a command line; returns its overrides and errors."""
   absl_flags.DEFINE_string('config', '', '', flag_values=flags)
   return command_line.parse(flags, argv, required=required, overrides=True)
 
@@ -158,7 +159,7 @@ def checked(
 
 
 def paths(config: Any) -> dict[str, str]:
-  """Returns the files and folders that a configuration names, by their keys."""
+  """Returns a dict from config keys to the files and folders that they name."""
   values = settings.flatten(config)
   names = [key for key in named_files.MODELS if hub.is_name(values[key])]
   return {

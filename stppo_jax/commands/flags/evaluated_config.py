@@ -99,8 +99,8 @@ def _problem(folder: pathlib.Path) -> str:
 def _read(checkpoint: pathlib.Path | None, file: str) -> Any:
   """Returns the config with which a checkpoint is evaluated.
 
-  Without `file`, this is the recorded config for a run, and the base config for
-  other weights.
+  Without `file`, a run is evaluated with its recorded config, and other weights
+  are evaluated with the base config.
 
   Args:
     checkpoint: the folder of the run or of the weights; None if the command
@@ -138,8 +138,8 @@ def _choose_sets(config: Any, sets: str) -> None:
 
   Args:
     config: the config to change.
-    sets: the value of --sets: data sets, or files of questions, as in
-      `data.train`; '' changes nothing.
+    sets: the value of --sets: data sets, or files of questions, written as in
+      `data.evaluation`; '' changes nothing.
 
   Raises:
     ValueError: if the value is wrong; the message is one line.

@@ -65,9 +65,8 @@ def parse(
   Args:
     flags: the flags, which get their values.
     argv: the arguments without the names of the commands.
-    required: the name of a flag that must have a value. If the flag is not
-      given, its value is the ALGORITHM of `--config`. '' if no flag must have
-      a value.
+    required: the name of the flag that must have a value, or '' for no such
+      flag. If the flag is not given, it gets the ALGORITHM of `--config`.
 
   Raises:
     Misconfigured: if there are errors; the message has a line for each.
@@ -84,7 +83,7 @@ def parse(
 def out_problems(
   flags: absl_flags.FlagValues, reads: Mapping[str, pathlib.Path]
 ) -> list[str]:
-  """Returns an error line for each of --out and --plot that is not allowed.
+  """Returns the error lines of --out and --plot; [] if both are allowed.
 
   Commands call this function before any work.
 
@@ -216,7 +215,10 @@ def _load(name: str) -> Any:
 def _apply(
   config: Any, section: str, settings: Sequence[str], flag: str
 ) -> dict[str, str]:
-  """Changes options of a section; returns each changed key with its setting.
+  """Changes options of a section.
+
+  Returns:
+    A dict from each changed key to its setting as the user typed it.
 
   Raises:
     Misconfigured: if there are errors; the message has a line for each.

@@ -1,4 +1,4 @@
-"""Sets keys of a configuration to the values that texts stand for.
+"""Sets keys of a configuration to values that are given as texts.
 
 A configuration is annotated as `Any`, see `configuration`.
 """
@@ -54,7 +54,10 @@ def override_all(
 
 
 def as_flag(key: str, text: str | bool, start: str = '--config.') -> str:
-  """Returns the flag that sets a key; a bool `text` is a flag without value."""
+  """Returns the flag that sets a key to the value `text`.
+
+  If `text` is a bool, the flag has no value: --config.KEY or --noconfig.KEY.
+  """
   if not isinstance(text, bool):
     return f'{start}{key}={text}'
   return f'{start}{key}' if text else f'--no{start.removeprefix("--")}{key}'
@@ -63,8 +66,8 @@ def as_flag(key: str, text: str | bool, start: str = '--config.') -> str:
 def _override(config: Any, key: str, text: str | bool) -> None:
   """Sets a dotted key to a value; the type of the value must stay the same.
 
-  If a key chooses other options (such as algorithm.bounds.name), these options
-  are replaced by the options of the new choice, with their defaults.
+  If the key chooses other options (such as algorithm.bounds.name), a new choice
+  replaces them by its own options, which get their defaults.
 
   Args:
     config: the configuration to change.
@@ -104,7 +107,7 @@ def _override(config: Any, key: str, text: str | bool) -> None:
 
 
 def _unknown(name: str, section: Any, path: str) -> str:
-  """Returns the error of a name that is no key of a section."""
+  """Returns the error line for a name that is no key of a section."""
   if name in section:
     return f'{path}.{name} is a value and has no keys'
   return f'no key {name!r} in {path}' + settings.closest(
@@ -113,9 +116,9 @@ def _unknown(name: str, section: Any, path: str) -> str:
 
 
 def typed(text: str | bool, current: Any) -> Any:
-  """Returns the value that a text stands for, in the type of `current`.
+  """Returns the value of a text, converted to the type of `current`.
 
-  An int is accepted as a float, and a string needs no quotes.
+  The text of an int is accepted for a float, and a string needs no quotes.
 
   Raises:
     ValueError: if the value has another type; the message names the expected
