@@ -69,8 +69,9 @@ DEFAULTS = {
       'power_negative': 3.0,
       'decay_negative': 2.0,
     },
-    # `share` of the policy tokens are cut. They are drawn from the tokens whose
-    # covariance of advantage and log-probability is between `least` and `most`.
+    # The gradient of some policy tokens is cut: `share` of all policy tokens,
+    # drawn from the tokens whose covariance of advantage and log-probability is
+    # between `least` and `most`.
     'clip_cov': {'share': 2e-4, 'least': 1.0, 'most': 5.0},
     # This share of the policy tokens, with the highest covariance, gets a
     # penalty coefficient * |log r|.
@@ -179,7 +180,7 @@ BEFORE = {
 
 
 def choice(kind: str, name: str, **changes: float | str) -> dict:
-  """Returns the name of a choice and its default options, some of them changed.
+  """Returns a dict with the name and all options of a choice.
 
   Args:
     kind: the section of the choice, a key of `DEFAULTS`.

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def adam(**changes: float) -> dict[str, Any]:
-  """Returns the options of AdamW, some of them changed."""
+  """Returns the default options of an optimiser, with some changes."""
   return {
     # adamw | adamw_bfloat16 | adafactor | muon. adamw_bfloat16 stores moments
     # in half the memory, rounded stochastically. adafactor stores mean squares

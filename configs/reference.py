@@ -1,4 +1,4 @@
-"""Trains as the authors of ST-PPO did, where their choices differ from ours.
+"""Trains with the choices of the authors of ST-PPO that differ from ours.
 
     python -m stppo_jax train --config=configs/reference.py:st_ppo,7b \
         --config.data.root=DATA --config.model.path=MODEL \

@@ -31,7 +31,7 @@ def training(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def seconds(metrics: Mapping[str, float | None]) -> float | None:
-  """Returns the seconds of a step and of its save, or None.
+  """Returns the seconds of a step plus the save before the step, or None.
 
   The seconds of compilation are not included. The result is None if the
   step's time is not among the metrics.

@@ -54,7 +54,7 @@ class Failures:
 
   @property
   def fraction(self) -> float:
-    """The share of trajectories that failed, or of turns if that is larger.
+    """The share of failed trajectories, or of failed turns if it is larger.
 
     The share of turns counts too, because many trajectories that never search
     must not hide that every search fails. A single failed turn does not count.
@@ -157,7 +157,7 @@ def measure_groups(
 def measure_staleness(
   trajectories: Sequence[types.Trajectory], step: int
 ) -> dict[str, float]:
-  """Measures how much older than the trained policy the policies of turns are.
+  """Measures how old the policies are that wrote the turns of trajectories.
 
   Args:
     trajectories: the trajectories. The version of each turn is the number of
@@ -165,8 +165,8 @@ def measure_staleness(
     step: the number of training steps of the policy that is being trained.
 
   Returns:
-    The mean and the maximum age of turns in steps, and the mean number of
-    policies that wrote the turns of a trajectory.
+    The mean and the maximum age of these policies, in steps, over all turns;
+    and the mean number of policies that wrote one trajectory.
   """
   versions = [[turn.version for turn in t.turns] for t in trajectories]
   behind = [step - version for row in versions for version in row]

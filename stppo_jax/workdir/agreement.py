@@ -64,7 +64,7 @@ def check(hosts: hosts_lib.Hosts, config) -> None:
 def check_program(
   hosts: hosts_lib.Hosts, program: str, step: int, arrays: Any
 ) -> None:
-  """Checks that all hosts are about to run one program with equal shapes.
+  """Checks that all hosts are about to run the same program, on equal shapes.
 
   Without this check, hosts that differ would wait for each other in the program
   for ever.

@@ -62,7 +62,7 @@ class Watch:
     steps: Sequence[int],
     claim: lock.Claim | None = None,
   ) -> Iterator[None]:
-    """Writes the heartbeat during the `with` block, and then ends any trace.
+    """Writes the heartbeat during the `with` block, then ends an open trace.
 
     Args:
       folder: the run's folder.

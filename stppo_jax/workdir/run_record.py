@@ -306,8 +306,8 @@ def _digest(config: Mapping[str, Any]) -> str:
   """Returns the digest of a config, without keys that may always change.
 
   A key that older versions lack does not count if it has the value with which
-  these versions trained. So versions with and without the key compute the same
-  digest.
+  runs of these versions trained. So versions with and without the key compute
+  the same digest.
   """
   earlier = schema.earlier().items()
   values = {

@@ -344,7 +344,7 @@ class Checkpointer:
     """Returns `read()`; raises `_Damaged` on all processes if one finds damage.
 
     All processes must set the same step aside and restore the same older step,
-    or they would wait in different collectives. So they exchange their errors.
+    or they would wait in different collectives. So all learn of any damage.
     """
     # A damaged file can make its readers raise any error. An error that is no
     # evidence of damage (no memory, no permission) is raised unchanged.

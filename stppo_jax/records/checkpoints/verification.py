@@ -92,7 +92,7 @@ def _read(
 
 
 def _shortened(causes: dict[str, str]) -> str:
-  """Returns a line about damaged leaves: the first, their number, the cause.
+  """Returns a line with the first leaf, its cause, and the number of others.
 
   Args:
     causes: a dict from the name of each damaged leaf to the cause.
