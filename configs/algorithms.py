@@ -101,9 +101,9 @@ def _algorithm(**changes):
   """Returns token PPO with some sections changed.
 
   Args:
-    **changes: section to its change. A name selects the choice of this name,
-      with its default options. A dict with the key `name` selects this choice,
-      and changes some of its options. Any other dict only changes options.
+    **changes: section to its change. A text names the new choice, which has its
+      default options. A dict with the key `name` names the new choice, and
+      changes some of its options. Any other dict changes options of token PPO.
   """
   algorithm = copy.deepcopy(_TOKEN_PPO)
   for kind, change in changes.items():

@@ -306,7 +306,7 @@ GONE = {
 
 
 def earlier() -> dict[str, Any]:
-  """Returns a dict from each key to its `before`, if any, in types of JSON."""
+  """Returns a dict from each key to its `Key.before`, unless that is None."""
   values = {
     name: key.before for name, key in KEYS.items() if key.before is not None
   }

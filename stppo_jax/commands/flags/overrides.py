@@ -67,7 +67,7 @@ def _override(config: Any, key: str, text: str | bool) -> None:
   """Sets a dotted key to a value; the type of the value must stay the same.
 
   If the key chooses other options (such as algorithm.bounds.name), a new choice
-  replaces them by its own options, which get their defaults.
+  replaces these options by its own options, with their defaults.
 
   Args:
     config: the configuration to change.
