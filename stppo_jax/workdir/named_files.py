@@ -27,8 +27,8 @@ MODELS = (
 _MAX_BYTES = 1 << 28
 _NUM_PIECES, _PIECE = 64, 1 << 20
 # The records of runs have names in place of the folders of packaged files, so
-# that a run can be resumed in another clone. `_PACKAGED` has these folders by
-# their names.
+# that a run can be resumed in another clone. `_PACKAGED` maps the names to the
+# folders.
 _CONFIGS = pathlib.Path(schema.__file__).resolve().parent
 # The paths are escaped as in JSON, but without quotes, because they are
 # replaced within the JSON text of a record.

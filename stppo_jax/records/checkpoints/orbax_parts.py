@@ -109,8 +109,8 @@ def checked(
 
   class Checked(base):
     async def finalize(self):
-      # The items of a step are committed in the same way, before the step. Only
-      # the step itself is checked.
+      # The items of a step (state and manifest) are committed in the same way,
+      # before the step. Only the commit of the step itself is checked.
       if self.get_final().parent == folder:
         check()
       await super().finalize()
