@@ -101,9 +101,10 @@ def _algorithm(**changes):
   """Returns token PPO with some sections changed.
 
   Args:
-    **changes: section to its change. A text names the new choice, which has its
-      default options. A dict with the key `name` names the new choice, and
-      changes some of its options. Any other dict changes options of token PPO.
+    **changes: for each changed section, a text or a dict. A text names the new
+      choice, which has its default options. A dict with the key `name` names
+      the new choice, and changes some of its options. Any other dict changes
+      options of token PPO.
   """
   algorithm = copy.deepcopy(_TOKEN_PPO)
   for kind, change in changes.items():

@@ -90,15 +90,16 @@ def _here(
   place: str,
   local_folder: Callable[[str], pathlib.Path] = buckets.local_folder,
 ) -> Iterator[pathlib.Path | str]:
-  """Yields the local folder of a path, address or Hub name, or an error line.
+  """Yields the local folder that the value of a key names, or an error line.
 
   Nothing is yielded if `place` is ''.
 
   Args:
     key: the config key.
-    place: the value of the key.
+    place: the value of the key: a path, an address in a bucket or, if the key
+      names a model or a tokenizer, a Hub name.
     local_folder: returns the local folder of `place`, and downloads its files
-      if `place` is an address or a Hub name.
+      if `place` is not a path.
 
   Raises:
     BucketError: the folder is in a bucket that may be in reach later.

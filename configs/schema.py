@@ -306,7 +306,7 @@ GONE = {
 
 
 def earlier() -> dict[str, Any]:
-  """Returns a dict from each key to its `Key.before`, unless that is None."""
+  """Returns a dict from key to `Key.before`, in JSON types, without None."""
   values = {
     name: key.before for name, key in KEYS.items() if key.before is not None
   }

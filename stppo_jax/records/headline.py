@@ -33,8 +33,9 @@ def training(metrics: Mapping[str, float]) -> dict[str, float]:
 def seconds(metrics: Mapping[str, float | None]) -> float | None:
   """Returns the seconds of a step plus the save before the step, or None.
 
-  The seconds of compilation are not included. The result is None if the
-  step's time is not among the metrics.
+  The seconds of compilation are not included. Of the save, only the seconds
+  count in which the run waited. The result is None if the step's time is not
+  among the metrics.
   """
   if (step := metrics.get('timing_s/step')) is None:
     return None

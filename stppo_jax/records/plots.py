@@ -49,7 +49,7 @@ STYLE: dict[Any, Any] = {
 
 
 def read_metrics(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-  """Returns an array for each metric, with nan for steps without the metric.
+  """Returns a float64 array for each metric, nan in steps without the metric.
 
   Args:
     path: the file metrics.jsonl of a run.

@@ -14,8 +14,8 @@ from stppo_jax.records import token_records
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _TRUNCATED_TURNS = types.TrajectoryStatus.TRUNCATED_TURNS
 _REPEATED = 4  # the length of the shortest repeated text, in tokens
-# If fewer turns with an action have failed, the failures do not count: a single
-# turn may have failed because of its own query.
+# The share of failed turns with an action counts only if at least this number
+# of such turns failed: a single turn may have failed because of its own query.
 _FEWEST_FAILED_TURNS = 2
 
 
@@ -54,10 +54,11 @@ class Failures:
 
   @property
   def fraction(self) -> float:
-    """The share of failed trajectories, or of failed turns if it is larger.
+    """The larger of the shares of failed trajectories and of failed turns.
 
     The share of turns counts too, because many trajectories that never search
-    must not hide that every search fails. A single failed turn does not count.
+    must not hide that every search fails. But if only one turn with `action`
+    has failed, only the share of trajectories counts.
     """
     fraction = self.failed_rows / self.rows
     if self.failed_turns < _FEWEST_FAILED_TURNS:
@@ -260,15 +261,16 @@ def record(
   Args:
     trajectory: the trajectory.
     tokenizer: the tokenizer that decodes the trajectory.
-    details: measurements of each token of some trajectories, a row for each of
-      them; None if nothing was measured.
+    details: measurements of each token of some trajectories, with one row for
+      each trajectory; None if nothing was measured.
     row: the row of this trajectory in `details`, which may lack the row.
 
   Returns:
     A dict with id, question, golden_answers, data_set, options of a choice
     question, prompt, turns (each with text, observation, action and reward),
-    rewards, scores, status, and the cause of a failure. A turn whose tokens
-    were measured also has `tokens`, see `token_records.turn_records`.
+    rewards, scores, status, and the cause of a failure. If `details` has the
+    row, each turn that was trained on also has `tokens`, see
+    `token_records.turn_records`.
   """
   question = trajectory.question
   tokens: list[dict[str, Any] | None] = [None] * len(trajectory.turns)

@@ -62,7 +62,7 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
         path = root / element.name
         if data['name'] == 'tfds':
           # This file has the checksums of the question files, so its own
-          # checksum changes with theirs.
+          # checksum differs if one of these checksums differs.
           path = layout.folder(root, element.name) / 'metadata.json'
         yield f'data.{key}: {element.name}', path
     if data['corpus']:

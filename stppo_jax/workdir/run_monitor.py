@@ -88,6 +88,8 @@ class Watch:
   ) -> contextlib.AbstractContextManager[None]:
     """Watches how long this host's phases take, during the `with` block.
 
+    Every host calls this method.
+
     Args:
       folder: the run's folder.
       host: the index of this host.

@@ -323,7 +323,7 @@ def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
   """Returns a dict from `key=path` to the checksum of each file of a config.
 
   A file at another path has another name in the dict. So if only the path has
-  changed, the value of the key differs, but no file counts as changed.
+  changed, the value of the config key differs, but no file counts as changed.
   """
   found = {
     f'{name.partition(":")[0]}={path}': named_files.checksum(path)
@@ -333,7 +333,7 @@ def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(checksums: Mapping[str, str]) -> dict[str, str]:
-  """Returns checksums whose keys have `asset:` names in place of paths."""
+  """Returns checksums with `asset:` names in place of packaged files' paths."""
   return json.loads(named_files.recorded(json.dumps(checksums)))
 
 
@@ -387,7 +387,7 @@ def _refusal(key: str, ours: Any, theirs: Any, workdir: pathlib.Path) -> str:
 
 
 def _note_changes(changes: _Changes, workdir: pathlib.Path) -> None:
-  """Appends each change, with the newest checkpoint's step, to a file."""
+  """Appends changes, with the newest saved step, to config_changes.jsonl."""
   newest = run_folder.newest_step(workdir)
   lines = [
     {'after_step': newest, 'key': key, 'from': theirs, 'to': ours}

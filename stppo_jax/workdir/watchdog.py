@@ -57,7 +57,7 @@ class Watchdog:
 
   @contextlib.contextmanager
   def watching(self, path: pathlib.Path) -> Iterator[None]:
-    """Checks how long the present phase takes, during the `with` block.
+    """Checks regularly, in the `with` block, how long the present phase takes.
 
     Args:
       path: the file to which the stacks are appended.

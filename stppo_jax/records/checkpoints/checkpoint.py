@@ -79,7 +79,7 @@ class Checkpointer:
     check: Callable[[], None] = lambda: None,
     retry: float = 0.0,
   ):
-    """Opens the folder `workdir/checkpoints`, and makes it if it is missing.
+    """Opens `workdir/checkpoints`, and makes the folder if not `read_only`.
 
     Args:
       workdir: the run's folder. If the run's folder is in a bucket, this is the
@@ -215,10 +215,10 @@ class Checkpointer:
 
     Returns:
       (step, state, host). The leaves have the shardings of `abstract_state`.
-      None if there is no step to restore, and no damaged step either.
+      None if there is no step to restore, and no damaged step was found.
 
     Raises:
-      CorruptCheckpoints: there are damaged steps, but no step to restore.
+      CorruptCheckpoints: damaged steps were found, but no step to restore.
       OtherState: the step that this call would restore is of another run, or
         has another structure, or leaves of other shapes or dtypes. Nothing is
         renamed, because the user may have given the wrong folder.

@@ -28,8 +28,9 @@ def problems(
     run: the run that must have saved the checkpoint. None if the run has no id.
 
   Returns:
-    A line about the manifest; or else up to two lines, about leaves that cannot
-    be read and about leaves that have changed. [] for a sound checkpoint.
+    One line if the manifest cannot be read, or if another run has saved it.
+    Otherwise up to two lines: one for the leaves that cannot be read, and one
+    for the leaves that have changed. [] for a sound checkpoint.
   """
   orbax_errors.hide_repeated()
   try:
