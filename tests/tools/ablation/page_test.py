@@ -277,7 +277,8 @@ def test_how_many_more_steps_a_run_ahead_takes():
   assert one[6:] == ['+12%', '+6%..+17%', '+4%', '-2%..+10%']
   assert two[6:] == ['+26%', '+9%..+53%', '+10%', '-7%..+37%']
   shown = (
-    'it takes 12 % more steps (6 to 17) and 26 % (9 to 53); without the lag '
+    'it takes 12 % more steps (6 to 17) with one step ahead and 26 % more '
+    '(9 to 53) with two; without the lag, '
   )
   assert f'{shown}4 % (-2 to 10) and 10 % (-7 to 37)' in _KNOWN
   # The mean of five steps reaches .9 with the last of 1, 1, 1, 1, 1.
