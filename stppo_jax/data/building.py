@@ -85,7 +85,7 @@ def _given(name: str, from_files: str) -> raw_files.Files:
 
 
 def _fetched(root: pathlib.Path, name: str, mirror: str) -> raw_files.Files:
-  """Fetches files that are not on disk; returns all files of each split."""
+  """Fetches the files that are not on disk; returns all files by split."""
   if name not in catalogue.PUBLISHED:
     choices = ', '.join(catalogue.PUBLISHED)
     raise ValueError(

@@ -60,7 +60,7 @@ class Published:
 
 
 def _at(base: str, **names: str) -> tuple[Original, ...]:
-  """Returns the file of each split; `base` is the start of all their URLs."""
+  """Returns the file of each split; the URL of each file begins with `base`."""
   return tuple(
     Original(split, name, f'{base}/{name}', name)
     for split, name in names.items()
@@ -68,7 +68,7 @@ def _at(base: str, **names: str) -> tuple[Original, ...]:
 
 
 def _inside(url: str, download: str, **names: str) -> tuple[Original, ...]:
-  """Returns the file of each split; all are inside the archive at `url`."""
+  """Returns the file of each split; the archive at `url` holds all files."""
   return tuple(
     Original(split, name, url, download) for split, name in names.items()
   )

@@ -26,8 +26,9 @@ def nq_open(row: Any) -> Fields:
 def qed(row: Any) -> Fields:
   """Converts a row of QED: a Natural Question and a paragraph of Wikipedia.
 
-  The parts of an answer are joined into one text. A paragraph is not gold if
-  the annotators of QED found that it does not answer the question.
+  The parts of an answer are joined into one text. If the annotators of QED
+  found that the paragraph does not answer the question, it is not marked as
+  leading to the answer.
   """
   parts = _get(row, 'original_nq_answers')
   kind = _get(_get(row, 'annotation'), 'explanation_type')
@@ -146,7 +147,10 @@ def pubmedqa(row: Any) -> Fields:
 
 
 def mmlu(row: Any) -> Fields:
-  """Converts a row of MMLU; the id begins with the subject of the CSV file."""
+  """Converts a row of MMLU; the file's name tells the subject of the question.
+
+  The id of the question begins with this subject.
+  """
   subject = row[FILE].rpartition('_')[0]
   options = {letter: _get(row, letter) for letter in 'ABCD'}
   fields = _choice(_get(row, 'question'), options, _get(row, 'answer'))

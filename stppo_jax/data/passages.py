@@ -68,7 +68,10 @@ def document_of(passage: types.Passage) -> dict[str, str]:
 
 
 def _split_contents(contents: str) -> tuple[str, str]:
-  """Returns title and body; the title is '' if there is only one line."""
+  """Returns the title and the body in `contents`.
+
+  If `contents` is a single line, the line is the body, and the title is ''.
+  """
   title, newline, text = contents.partition('\n')
   if not newline:
     return '', contents

@@ -106,7 +106,10 @@ class SyntheticQuestions(Questions):
   def demonstration_chains(
     self, step: int, count: int, *, hops: tuple[int, ...]
   ) -> tuple[synthetic_wiki.World, list[synthetic_wiki.Chain]]:
-    """Returns a world that no training step uses, and `count` of its chains."""
+    """Returns a world that no training step uses, and `count` of its chains.
+
+    A chain is a question with the relations that lead to its answer.
+    """
     world = self._world(_index(0, step))
     return world, world.chains(count, hops=hops)
 
@@ -178,7 +181,10 @@ class StoredQuestions(Questions):
     self._corpus = corpus
 
   def training_sample(self, count: int) -> list[types.Question]:
-    """See `Questions`; at most 4,096 questions, checked in 1 or 2 seconds."""
+    """See `Questions`; returns at most 4,096 questions.
+
+    The check of so many questions takes 1 or 2 seconds.
+    """
     del count
     total = len(self._train)
     # The indices are evenly spaced, because the questions of a data set lie

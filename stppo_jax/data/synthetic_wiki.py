@@ -35,8 +35,8 @@ RELATIONS = {
   },
 }
 
-# 'who' is Who or What; 'path' is the chain of relations, such as "mayor of the
-# birthplace"; 'name' is the name of the first entity.
+# The field {who} becomes "Who" or "What", {path} the chain of relations, such
+# as "mayor of the birthplace", and {name} the name of the first entity.
 _TEMPLATES = (
   '{who} is the {path} of {name}?',
   'Name the {path} of {name}.',
@@ -86,7 +86,7 @@ class Entity:
 
   @property
   def text(self) -> str:
-    """The passage: a sentence about the type, then one about each fact."""
+    """The passage about the entity: a sentence on its type, then its facts."""
     facts = ''.join(f'. Its {r} is {name}' for r, name in self.facts.items())
     return f'{self.name} is a {self.type}{facts}.'
 

@@ -187,7 +187,10 @@ def _is_url(address: str) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-  """Returns a line about an error, or an exception group's first exception."""
+  """Returns a line about an error.
+
+  If the error is an exception group, the line is about its first exception.
+  """
   while isinstance(error, BaseExceptionGroup):
     error = error.exceptions[0]
   return ' '.join(f'{type(error).__name__}: {error}'.split())

@@ -56,9 +56,10 @@ def load_template(path: str, built_in: str = BUILT_IN) -> str:
 
 
 def fill(template: str, question: types.Question) -> str:
-  """Returns the prompt; our own tags in the question's text are neutralised.
+  """Returns the prompt with the text of a question.
 
-  In a choice question, the options follow the text, one per line.
+  In a choice question, the options follow the text, one per line. In these
+  texts, tags of a dialogue, such as <search>, become (search) and the like.
   """
   text = question.text
   if question.kind == 'choice':
@@ -70,15 +71,19 @@ def fill(template: str, question: types.Question) -> str:
 
 
 def information(passages: Sequence[types.Passage]) -> protocol.Observation:
-  """Returns passages as an observation; our own tags are neutralised."""
+  """Returns passages as an observation.
+
+  In the passages, tags of a dialogue, such as <answer>, become (answer) and the
+  like.
+  """
   body = ''.join(
     f'Doc {i}(Title: {passage.title}) {passage.text}\n'
     for i, passage in enumerate(passages, start=1)
   )
   return protocol.Observation(
     prefix=_INFORMATION[0],
-    # All passages are neutralised as one text, because a tag could begin in a
-    # title and end in the text after the title.
+    # Tags are sought in all passages as one text, because a tag could begin in
+    # a title and end in the text after the title.
     body=text_lib.neutralise_tags(body),
     suffix=_INFORMATION[1],
   )
@@ -86,8 +91,8 @@ def information(passages: Sequence[types.Passage]) -> protocol.Observation:
 
 def correction() -> protocol.Observation:
   """Returns the observation that follows a turn without a valid action."""
-  # The text is our own, so it is the prefix of the observation. Tags in a
-  # prefix are not neutralised.
+  # The text is our own, so it is the prefix of the observation, in which tags
+  # stay as they are.
   return protocol.Observation(f'\n\n{_CORRECTION}\n\n', body='', suffix='')
 
 

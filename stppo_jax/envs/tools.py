@@ -35,9 +35,9 @@ _CORRECTION = (
   f'No valid action. Write <tool_call>{_CALL}</tool_call> to call a tool, or '
   'the answer inside <answer> and </answer>.'
 )
-# Longer output of a tool is cut before its tags are neutralised and before it
-# is tokenised, because both would take long. `env.max_observation_tokens`
-# usually cuts an observation to a shorter text than this anyway.
+# Longer output of a tool is cut before tags are sought in it and before it is
+# tokenised, because both would take long. `env.max_observation_tokens` usually
+# cuts an observation to a shorter text than this anyway.
 _MAX_OUTPUT_CHARS = 65536
 
 # The prompt describes the tools. The chat template of a model may describe them
@@ -199,7 +199,11 @@ class ToolsEnvironment(protocol.Environment):
 
 
 def _response(output: str) -> protocol.Observation:
-  """Returns a tool's output as an observation; our tags are neutralised."""
+  """Returns a tool's output as an observation.
+
+  In the output, tags of a dialogue, such as <answer>, become (answer) and the
+  like.
+  """
   return protocol.Observation(
     prefix=_RESPONSE[0],
     body=text_lib.neutralise_tags(output[:_MAX_OUTPUT_CHARS]),

@@ -2,8 +2,8 @@
 
 A request that fails raises `Failure`, which names the cause. Whether another
 attempt can help differs between servers, so the caller decides about retries
-and calls `back_off` between attempts. Redirects are not followed, the
-environment's proxies are not used, and the size of a reply is bounded.
+and calls `back_off` between attempts. Redirects are not followed, proxies named
+by environment variables are not used, and the size of a reply is bounded.
 """
 
 import asyncio

@@ -18,7 +18,7 @@ ACCEPTED_AT_ONCE = 32
 
 
 def bounded_by_descriptors(max_connections: int) -> int:
-  """Returns the lesser of `max_connections` and half of the descriptors.
+  """Returns `max_connections`, but at most half of the file descriptors.
 
   The other half of the process's file descriptors is for files, and for new
   connections that are accepted before idle connections are closed.
@@ -122,9 +122,10 @@ class Connections:
     return self._open.get(transport) if transport else None
 
   def add(self, connection: Connection) -> bool:
-    """Adds a connection to the table.
+    """Adds a connection; returns whether the table had a place for it.
 
-    Returns False if the table is full of busy connections.
+    If the table is full, the connection that has been idle for longest is
+    closed. If all connections are busy, there is no place.
     """
     if len(self._open) >= self._max_connections:
       idle = (c for c in self._open.values() if not c.is_busy)
@@ -141,6 +142,6 @@ class Connections:
     self._open.pop(connection.transport, None)
 
   def touch(self, connection: Connection) -> None:
-    """Makes a connection the most recently active one."""
+    """Marks a connection as the most recently active connection."""
     if self._open.pop(connection.transport, None) is not None:
       self._open[connection.transport] = connection

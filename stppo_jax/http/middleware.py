@@ -45,9 +45,9 @@ class Refusal(Exception):
 
 
 def answered(connections: connections_lib.Connections):
-  """Returns the outermost middleware, which also answers failed requests.
+  """Returns the outermost middleware, which answers requests that failed.
 
-  The middleware turns an error of a handler into a status and one line, and
+  The middleware turns an error of a handler into a status and one line. It also
   tells the connection when a request begins and ends.
   """
 

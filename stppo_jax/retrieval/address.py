@@ -6,7 +6,7 @@ from stppo_jax.http import address
 
 TOKEN_VARIABLE = 'STPPO_RETRIEVAL_TOKEN'
 
-_SEGMENT = '[A-Za-z0-9_-][A-Za-z0-9_.-]*'  # has no leading dot: '..' is refused
+_SEGMENT = '[A-Za-z0-9_-][A-Za-z0-9_.-]*'  # no leading dot, so '..' is refused
 _CORPUS = re.compile(f'{_SEGMENT}(/{_SEGMENT})*')
 
 

@@ -116,7 +116,14 @@ class _Searches:
   async def search(
     self, corpus: str, search: _Search, queries: Sequence[str], topk: int
   ) -> _Lists:
-    """Returns the passages of each query; passes on errors of `search`."""
+    """Returns the passages of each query.
+
+    Args:
+      corpus: the corpus; requests for the same corpus share a search.
+      search: the function that searches the corpus. Its errors are raised here.
+      queries: the queries of a request.
+      topk: the most passages per query.
+    """
     loop = asyncio.get_running_loop()
     waiting = _Waiting(search, queries, topk, loop.create_future())
     self._waiting.setdefault(corpus, []).append(waiting)

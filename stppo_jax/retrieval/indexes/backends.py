@@ -46,7 +46,7 @@ class DenseOptions:
 
 
 def add_bm25(folder: index_folder.IndexFolder, *, k1: float, b: float) -> bool:
-  """Adds a BM25 part to a folder; False if the folder had one already."""
+  """Adds a BM25 part to a folder; returns False if it was there already."""
   return folder.add_part(
     'bm25',
     {'k1': k1, 'b': b},
@@ -59,7 +59,9 @@ def add_dense(
   encoder_directory: str | os.PathLike[str],
   options: DenseOptions,
 ) -> bool:
-  """Adds the vectors of all passages; False if the folder had them already.
+  """Adds the vectors of all passages to a folder.
+
+  Returns False if the folder has the vectors already.
 
   Raises:
     ValueError: if the directory holds no encoder, or the folder has vectors

@@ -147,7 +147,7 @@ class IndexFolder:
     return cls(path)
 
   def check_corpus(self, passages: Iterable[types.Passage]) -> None:
-    """Raises ValueError if the folder was made from other passages."""
+    """Raises ValueError if the folder was not made from these passages."""
     digest = hashlib.sha256()
     for line in _lines(passages):
       digest.update(line)
@@ -227,10 +227,11 @@ class IndexFolder:
 def building(
   path: str | os.PathLike[str], *, waits: Callable[[], None]
 ) -> Iterator[None]:
-  """Makes a folder, and runs the body while no other process builds in it.
+  """Makes a folder, and locks it for the body of the `with` statement.
 
-  If two processes built in the folder, one process could replace files that the
-  other process has mapped.
+  While this process holds the lock, other processes wait. If two processes
+  built in the folder, one process could replace files that the other process
+  has mapped.
 
   Args:
     path: the folder.
