@@ -1,8 +1,9 @@
-"""The TPU slices that can be had: their names, topologies and machines.
+"""The TPU slices that exist: their names, topologies and machines.
 
-Cloud TPU names a slice by its generation and a count, such as v5litepod-16, and
-GKE by the label of its nodes and a topology, such as tpu-v5-lite-podslice and
-4x4. The names, sizes and runtimes are those of these pages:
+Cloud TPU names a slice by its generation and a count, such as v5litepod-16. GKE
+names a slice by the label of its nodes and a topology, such as
+tpu-v5-lite-podslice and 4x4. The names, sizes and runtimes are from these
+pages:
 
   https://cloud.google.com/tpu/docs/system-architecture-tpu-vm (a page for each
   generation), https://cloud.google.com/tpu/docs/runtimes and
@@ -20,8 +21,8 @@ class Generation(NamedTuple):
   Attributes:
     accelerator: the text before the count in the name of a slice of Cloud TPU;
       '' = only GKE has this generation.
-    counted: by how much a chip raises the count in that name: 1 if chips are
-      counted, 2 if cores are counted.
+    counted: what each chip adds to the count in this name: 1 if the name counts
+      chips, 2 if the name counts cores.
     label: the value of cloud.google.com/gke-tpu-accelerator.
     runtime: the software of the machines in Cloud TPU.
     largest: the number of chips of the largest slice.
@@ -61,11 +62,11 @@ class Slice(NamedTuple):
 
 
 def find(accelerator: str) -> Slice:
-  """Returns the slice that a name of Cloud TPU, such as v5litepod-16, means.
+  """Returns the slice that has a name in Cloud TPU, such as v5litepod-16.
 
   Raises:
-    ValueError: there is no such slice; the message is one line, which is put
-      behind the value.
+    ValueError: if there is no such slice; the message is one line that says
+      what the name must be.
   """
   name, _, count = accelerator.rpartition('-')
   known = {x.accelerator: x for x in GENERATIONS.values() if x.accelerator}
@@ -89,17 +90,17 @@ def find(accelerator: str) -> Slice:
 
 
 def nodes(label: str, topology: str, chips: str) -> tuple[int, int]:
-  """Returns the numbers of nodes of a slice in GKE, and of chips of a node.
+  """Returns the number of nodes of a slice in GKE, and of chips per node.
 
   Args:
     label: the value of cloud.google.com/gke-tpu-accelerator.
     topology: the numbers of chips along the axes, such as 4x4.
-    chips: the number of chips of a node; '': four, or all chips of a slice that
-      has fewer.
+    chips: the number of chips per node. If '', a node has four chips, or all
+      chips of a slice with fewer than four.
 
   Raises:
-    ValueError: GKE has no such slice; the message is one line that begins with
-      the option.
+    ValueError: if GKE has no such slice; the message is one line that begins
+      with the flag that is wrong.
   """
   generation = next(x for x in GENERATIONS.values() if x.label == label)
   start = f'--topology={topology}: must be '

@@ -9,15 +9,21 @@ from launch import cloud
 
 
 def stopped(place: str) -> str:
-  """Returns the address that says whether runs of a sweep may still begin."""
+  """Returns the address of the marker that stops a sweep.
+
+  If the marker has text, no run of the sweep may request a further slice.
+
+  Args:
+    place: the address of the folder of the sweep.
+  """
   return f'{place.rstrip("/")}.launch/stopped'
 
 
 class Budget:
   """The limits of the options --max_slices, --max_hours and --max_cost.
 
-  The module `slices` writes the records. A slice counts from the time at which
-  it was seen to be active.
+  The limits are compared with records of slices, which the module `slices`
+  writes. A slice counts from the time at which it was first seen to be active.
   """
 
   def __init__(self, values: Mapping[str, Any], chips: int):
@@ -25,10 +31,15 @@ class Budget:
     self._values, self._chips = values, chips
 
   def paid(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the records that count: of all runs of a sweep, or of this run.
+    """Returns the records of all slices that count towards the budget.
+
+    Args:
+      records: the records of the slices of this run. They are returned if the
+        run has a budget of its own. If the run is part of a sweep, the records
+        of all runs of the sweep are read and returned instead.
 
     Raises:
-      CloudError: the bucket could not be read.
+      CloudError: if the bucket cannot be read.
     """
     if not self._values['budget']:
       return records
@@ -36,7 +47,7 @@ class Budget:
     return list(map(json.loads, text.splitlines()))
 
   def hours_left(self, paid: list[dict[str, Any]]) -> float:
-    """Returns the number of hours for which a further slice may be paid."""
+    """Returns the hours that the budget leaves for a further slice."""
     v = self._values
     most = v['max_hours']
     if v['max_cost']:
@@ -58,12 +69,12 @@ class Budget:
     """Checks that the slices have not used up the budget.
 
     Args:
-      paid: see `paid`.
+      paid: the records that the method `paid` returned.
       asks: whether another slice is to be requested.
 
     Raises:
-      Ended: the budget is used up, or no further slice may be requested.
-      CloudError: the bucket could not be read.
+      Ended: if the budget is used up, or no further slice may be requested.
+      CloudError: if the bucket cannot be read.
     """
     v, hours = self._values, _hours(paid)
     spent = {'max_hours': hours, 'max_cost': hours * self._chips * v['price']}

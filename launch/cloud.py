@@ -21,19 +21,23 @@ SILENCE = 20  # polls without a report, after which a slice is given up
 
 
 class CloudError(Exception):
-  """A command of gcloud has failed; the message is one line."""
+  """Raised if a command of gcloud has failed; the message is one line."""
 
   exit_code = exits.TRY_AGAIN
 
 
 class Ended(Exception):
-  """Ends the program, which prints the message, one line."""
+  """Raised to end the program, which prints the message, a single line."""
 
   exit_code = exits.TRY_AGAIN
 
 
 def reap(values: Mapping[str, Any]) -> int:
-  """Deletes the slices of a zone whose run has ended; returns the exit code."""
+  """Deletes the slices of a zone that no longer work on a run.
+
+  These are slices whose run has ended, slices that failed, and slices whose
+  workers have not reported for long. Returns the exit code.
+  """
   done = run(tpu_command(values, 'list', '--format=json'))
   if done.returncode:
     say(reason(done))
@@ -68,7 +72,11 @@ def reap(values: Mapping[str, Any]) -> int:
 
 
 def parse_slice(described: Mapping[str, Any]) -> dict[str, str]:
-  """Returns name, state, problem and place of a slice that gcloud describes."""
+  """Returns facts about a slice from the JSON with which gcloud describes it.
+
+  The facts are the name of the slice, its state, the error if it failed
+  ('problem'), and the address to which its workers report ('place').
+  """
   state = described.get('state', {})
   error = state.get('failedData', {}).get('error', {})
   (node, *_) = described.get('tpu', {}).get('nodeSpec', [{}])
@@ -82,11 +90,11 @@ def parse_slice(described: Mapping[str, Any]) -> dict[str, str]:
 
 
 def reports(text: str) -> dict[str, tuple[int, list[str]]]:
-  """Returns, by host, the time and the words of the worker's last report.
+  """Returns the time and the words of the last report of each worker, by host.
 
   Args:
-    text: the lines of the reports. They may be read while they are written, so
-      lines that are cut off are left out.
+    text: the lines of the reports. A line that is cut off, because it was read
+      while a worker wrote it, is left out.
   """
   lines = [line.split() for line in text.splitlines()]
   return {
@@ -100,7 +108,7 @@ def read(address: str) -> str:
   """Returns the text of the objects at an address; '' if there are none.
 
   Raises:
-    CloudError: the bucket could not be read.
+    CloudError: if the bucket cannot be read.
   """
   done = run(['gcloud', 'storage', 'cat', address])
   if done.returncode and b'matched no objects' not in done.stderr:
@@ -109,10 +117,16 @@ def read(address: str) -> str:
 
 
 def write(address: str, data: bytes, *, new: bool = False) -> bool:
-  """Writes an object; with `new`, returns False if it exists already.
+  """Writes an object in a bucket; returns whether it was written.
+
+  Args:
+    address: the address of the object.
+    data: the content of the object.
+    new: whether an object that exists already stays as it is. If False, the
+      object is replaced.
 
   Raises:
-    CloudError: the bucket could not be written.
+    CloudError: if the bucket cannot be written.
   """
   words = ['gcloud', 'storage', 'cp', '--quiet', '-', address]
   done = run(words + ['--if-generation-match=0'] * new, data)
@@ -127,7 +141,7 @@ def delete(values: Mapping[str, Any], name: str, pause: float) -> None:
   """Deletes a slice, in up to five attempts, unless it is gone already.
 
   Raises:
-    CloudError: the slice may still exist.
+    CloudError: if all attempts failed, so that the slice may still exist.
   """
   for attempt in range(5):
     done = run(tpu_command(values, 'delete', name, '--force', '--quiet'))
@@ -143,7 +157,7 @@ def tpu_command(values: Mapping[str, Any], *words: str) -> list[str]:
 
 
 def run(words: list[str], data: bytes = b'') -> subprocess.CompletedProcess:
-  """Runs a command in a session of its own.
+  """Runs a command in a session of its own, with `data` as standard input.
 
   So a signal of the terminal, such as Ctrl-C, does not reach the command. Only
   this program gets the signal, and decides what the signal ends.
@@ -175,7 +189,8 @@ def say(line: str) -> None:
 def show(text: str) -> None:
   """Prints a text.
 
-  A terminal that is gone is no error, because slices outlive it.
+  If the terminal is gone, no error is raised, because the program has to go on
+  following its slices.
   """
   with contextlib.suppress(OSError):
     print(text, end='', flush=True)

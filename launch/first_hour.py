@@ -55,8 +55,8 @@ from stppo_jax.training import model_files
 from stppo_jax.training import span
 
 _REPEATS, _CALLS = 5, 4
-_NO_ERROR = 'no error'  # expected of a check that has failed
-_FOLDER = 'first_hour'  # in the workdir, while files are written there
+_NO_ERROR = 'no error'  # the expected result of a check that has failed
+_FOLDER = 'first_hour'  # the folder in the workdir for the files of `storage`
 
 
 class Line(NamedTuple):
@@ -99,7 +99,7 @@ class Subject(NamedTuple):
 
 
 def devices(subject: Subject) -> Iterator[Line]:
-  """Compares the devices with those of the mesh and the table of chips."""
+  """Compares the number and memory of the devices with what `plan` assumes."""
   kind = jax.devices()[0].device_kind
   yield Line(f'devices of kind {kind}', jax.device_count(), subject.mesh.size)
   yield Line('hosts', jax.process_count(), subject.hosts.count)
@@ -109,7 +109,7 @@ def devices(subject: Subject) -> Iterator[Line]:
 
 
 def own_programs(subject: Subject) -> Iterator[Line]:
-  """Compiles small programs for each host alone."""
+  """Checks whether programs that run on one host alone can be compiled."""
   found = span.try_here(subject.config) or 'compile'
   yield Line('own programs of host {host}', found, 'compile')
 
@@ -164,7 +164,7 @@ def links(subject: Subject) -> Iterator[Line]:
 
 
 def kernel_of_training(subject: Subject) -> Iterator[Line]:
-  """Measures attention of a row, forward and backward, on one device."""
+  """Measures the attention of a row, forward and backward, on one device."""
   shape, length = subject.shape, subject.config.env.max_length
   attend = attention.causal_attention(
     shape.attention, length, lengths_B=None, mesh=None
@@ -184,7 +184,10 @@ def kernel_of_training(subject: Subject) -> Iterator[Line]:
 
 
 def kernel_of_decoding(subject: Subject) -> Iterator[Line]:
-  """Measures attention to a cache on one device, if it has the kernel."""
+  """Measures attention to a KV cache on one device.
+
+  Yields no line if the model does not decode with this kernel.
+  """
   shape = subject.shape
   if shape.attention != 'splash' or shape.head_dim % live_pages_tpu.PAGE_SIZE:
     return
@@ -213,7 +216,8 @@ def storage(subject: Subject) -> Iterator[Line]:
   """Writes and reads files in the workdir, on every host at the same time.
 
   Raises:
-    OSError: the workdir cannot be used, or gives other bytes back.
+    OSError: if the workdir cannot be used, or other bytes are read than were
+      written.
   """
   folder = subject.workdir / _FOLDER
   folder.mkdir(parents=True, exist_ok=True)
@@ -259,15 +263,15 @@ def _rate(
   *,
   of: str = 'operations',
 ) -> Line:
-  """Measures a rate, beside the limit of a device that has this name.
+  """Measures a rate; returns its line, with the published limit beside it.
 
   Args:
-    subject: the run, which has the limits of its devices.
+    subject: the run and the limits of its devices.
     name: the name of the measurement.
     amount: the number of operations or of bytes of a call.
     run: makes a call. The first call warms up. Each measurement is of several
       calls, so that the time to start them hardly counts.
-    of: the name of the limit.
+    of: the limit that the rate is compared with, a field of `topology.Limits`.
   """
   jax.block_until_ready(run())
   found = []
@@ -290,7 +294,7 @@ def measured(subject: Subject) -> tuple[list[Line], bool]:
     try:
       for line in check(subject):
         here.append(line)
-    except Exception as error:  # a check that fails must not cost the report
+    except Exception as error:  # a failed check must not stop the other checks
       failed = f'{check.__name__}, host {{host}}'
       here.append(Line(failed, hosts_lib.describe(error), _NO_ERROR))
     # This exchange also lets the hosts begin the next check together.
@@ -301,7 +305,7 @@ def measured(subject: Subject) -> tuple[list[Line], bool]:
         for line in found
         if host == 0 or '{host}' in line[0]
       ]
-  with contextlib.suppress(OSError):  # another host was faster
+  with contextlib.suppress(OSError):  # another host has removed the folder
     (subject.workdir / _FOLDER).rmdir()
   return lines, all(line.expected != _NO_ERROR for line in lines)
 

@@ -86,8 +86,8 @@ class Launcher:
       it.
     options: the definition of each option by its name, as for
       `command_line.flags`.
-    run_restarts: whether launch/run.sh starts a failed run again, and not the
-      machines on which it runs.
+    run_restarts: whether launch/run.sh starts a failed run again. If False, the
+      cluster does.
   """
 
   template: str
@@ -171,7 +171,7 @@ LAUNCHERS = {
       'max_hours': command_line.number(24.0, lower_bound=0.1),
       'price': command_line.number(0.0, lower_bound=0.0),
       'max_cost': command_line.number(0.0, lower_bound=0.0),
-      # Where other runs spend the same budget.
+      # The folder of the runs that share one budget.
       'budget': _text('gs://[^\\s*]+', 'an address in a bucket', ''),
       'restarts': _restarts(),
       'poll': _whole(60, lower_bound=1, upper_bound=300),
@@ -226,7 +226,7 @@ _COUNTED = {
 
 
 def flags(name: str) -> absl_flags.FlagValues:
-  """Returns the flags of a launcher, without values yet."""
+  """Returns the definitions of a launcher's flags, before any are parsed."""
   run = {} if name == 'retriever' else {'config': None, 'workdir': None}
   return command_line.flags(**run, **LAUNCHERS[name].options, **SWITCHES)
 

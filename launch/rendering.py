@@ -15,11 +15,11 @@ from launch import launchers
 from launch import source as source_lib
 from stppo_jax.commands.flags import overrides as overrides_lib
 
-SOURCES = '.sources'  # the folder of unpacked sources, in that of --root
+SOURCES = '.sources'  # the folder of unpacked sources, in the folder --root
 _TEMPLATES = pathlib.Path(__file__).parent / 'templates'
 _FIELD = re.compile(r'\{\{(\w+)(:plain)?\}\}')
 
-# The flags of many runs, and how many of them run at once.
+# The flags of each run, and the number of runs that run at the same time.
 Array = tuple[Sequence[Sequence[str]], str]
 
 
@@ -38,7 +38,7 @@ def render(
     values: the values of the launcher's options, of config and of workdir.
     overrides: keys of the config, as `command_line.parse` returns them.
     source: the source that the workers run; None = they have the code already.
-    array: the runs of an array of slurm.
+    array: the runs of an array of Slurm; None to submit a single run.
   """
   launcher = launchers.LAUNCHERS[name]
   fields = {**values, **_fields(name, values, source)}
@@ -73,7 +73,7 @@ def render(
 def _fields(
   name: str, values: Mapping[str, Any], source: source_lib.Source | None
 ) -> dict[str, Any]:
-  """Returns the fields that only the template of one launcher has."""
+  """Returns the values of the fields that only this launcher's template has."""
   if name == 'retriever':
     where = ['--host=0.0.0.0', '--port=8000']
     mounts, volumes = _shared(values, values['index'])
@@ -123,7 +123,10 @@ def _fields(
 
 
 def _shared(values: Mapping[str, Any], place: str) -> tuple[list, list]:
-  """Returns the mounts and volumes of pods; [] if a place is in a bucket."""
+  """Returns the mounts and the volumes that give pods access to a folder.
+
+  If `place` is an address in a bucket, pods need neither mounts nor volumes.
+  """
   if '://' in place:
     return [], []
   claim = {'claimName': values['claim']}
@@ -165,7 +168,11 @@ def flags_of_run(
 
 
 def _travelling(flag: str) -> str:
-  """Returns a flag for the workers, who have the config file in the source."""
+  """Returns a flag as workers need it.
+
+  Workers read the config file from the unpacked source, so --config gets the
+  path that the file has there.
+  """
   name, _, value = flag.partition('=')
   return (
     flag if name != '--config' else f'{name}={source_lib.config_flag(value)}'

@@ -34,7 +34,7 @@ from launch import rendering
 from launch import source as source_lib
 from stppo_jax import exits
 
-_NEW = 60  # seconds in which a slice may not be there yet
+_NEW = 60  # seconds after a request in which the slice may not exist yet
 
 
 class Refused(cloud.Ended):
@@ -98,7 +98,7 @@ class Slices:
     )
 
   def create_command(self, number: int, script: str) -> list[str]:
-    """Returns the command that requests a slice, by the file of its script."""
+    """Returns the command that requests a slice; `script` is a file's path."""
     v, name = self._values, self.name(number)
     words = [
       *('create', name, f'--node-id={name}'),
@@ -128,7 +128,7 @@ class Slices:
     is_kept = False
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in signals:
-      if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+      if signal.getsignal(number) != signal.SIG_IGN:  # nohup sets SIG_IGN
         signal.signal(number, interrupt)
     try:
       code = self._follow()
@@ -210,8 +210,8 @@ class Slices:
     """Requests the next slice, within the budget.
 
     Raises:
-      cloud.Ended: the budget is spent, or the request was refused.
-      CloudError: a request to the cloud has failed.
+      cloud.Ended: if the budget is spent, or the request was refused.
+      CloudError: if a request to the cloud has failed.
     """
     records = self._records()
     if records and not records[-1]['ended']:  # another launcher requested it
@@ -258,8 +258,8 @@ class Slices:
     """Looks at the slice once; returns the exit code of a run that has ended.
 
     Raises:
-      cloud.Ended: the run cannot go on.
-      cloud.CloudError: a request to the cloud has failed.
+      cloud.Ended: if the run cannot go on.
+      cloud.CloudError: if a request to the cloud has failed.
     """
     live = self._live
     if live is None:
@@ -294,7 +294,7 @@ class Slices:
     if len(codes) >= self._slice.machines:
       if any(codes):
         return exits.TRY_AGAIN
-      # The last worker also writes this marker, but it may be deleted before.
+      # The last worker also writes this marker, unless it is deleted first.
       cloud.write(self._marker, f'{self._job}\n'.encode())
       return 0
     is_new = not live['active'] and now - live['asked'] < _NEW
@@ -336,10 +336,10 @@ class Slices:
 
     Args:
       reason: the reason, for the record.
-      gone: whether the slice was taken away, perhaps some time ago.
+      gone: whether the cloud took the slice away, perhaps some time ago.
 
     Returns:
-      Whether the slice is gone.
+      Whether the slice certainly no longer exists.
     """
     live, self._live = self._live, None
     if live is None:
@@ -349,7 +349,7 @@ class Slices:
     deleted = False
     try:
       with contextlib.suppress(cloud.CloudError):
-        if reason == 'stopped':  # another launcher must not request the next
+        if reason == 'stopped':  # no other launcher may request the next slice
           self._record(live)
       cloud.delete(self._values, name, self._poll)
       deleted = True

@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
 
 def config_flag(config: str) -> str:
-  """Returns FILE.py[:ALGORITHM] with the path that the file has in a source."""
+  """Returns FILE.py[:ALGORITHM] with the path of the file in the archive."""
   file, colon, algorithm = config.partition(':')
   path = pathlib.Path(os.path.abspath(file))
   if not path.is_file():
@@ -61,8 +61,8 @@ def pack(
       package.
 
   Raises:
-    Misconfigured: a path would mean nothing to a worker; the message has a line
-      for each such path.
+    Misconfigured: if workers could not read a path; the message has a line for
+      each such path.
   """
   files, errors = dict(_own()), []
   here = pathlib.Path.cwd()
@@ -105,7 +105,7 @@ def pack(
         archive.addfile(link)
       for name, path in sorted(files.items()):
         if name.startswith(tuple(f'{_PACKAGE}/{x}/' for x in _LINKED)):
-          continue  # the folder to which the link leads has this file
+          continue  # workers find this file through the link
         _add(archive, name, path.read_bytes(), os.access(path, os.X_OK))
       _add(archive, _DIFF, _difference(), False)
     # For so many texts, the result of bzip2 is a quarter smaller than that of
@@ -130,7 +130,7 @@ def unpack(source: Source, folder: pathlib.Path) -> pathlib.Path:
 
 
 def _own() -> Iterator[tuple[str, pathlib.Path]]:
-  """Yields the files of the package: the name in an archive, and the path."""
+  """Yields each file of the package: its name in the archive, and its path."""
   for name in _FOLDERS:
     folder = _ROOT / name
     if name in _LINKED and not folder.exists():

@@ -43,7 +43,10 @@ _OF_ABLATE = ('config', 'workdir', 'seeds', 'groups', 'table', 'reuse')
 
 
 def main(argv: Sequence[str]) -> int:
-  """Makes the missing runs of a study, compares all; returns the exit code."""
+  """Makes the missing runs of a study, and compares all runs that have ended.
+
+  Returns the exit code.
+  """
   return command_line.program(_main, argv, __doc__)
 
 
@@ -79,7 +82,10 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _bring(address: str, folder: pathlib.Path) -> None:
-  """Copies the small files of a run that has finished in a bucket."""
+  """Copies a run from a bucket, without its checkpoints.
+
+  Nothing is copied before the run has finished.
+  """
   try:
     if run_state.read(address).state != run_state.FINISHED:
       return

@@ -130,7 +130,7 @@ def _submit_slices(values: dict[str, Any], jobs: slices.Slices) -> int:
 
 
 def require(tool: str) -> None:
-  """Raises `Misconfigured` if a program is not here."""
+  """Raises `Misconfigured` if a program is not installed here."""
   if shutil.which(tool) is None:
     raise exits.Misconfigured(
       f'{tool}: not installed; --dry_run prints the text that it would get'
@@ -140,14 +140,15 @@ def require(tool: str) -> None:
 def _check(
   name: str, flags: absl_flags.FlagValues, given: command_line.Given
 ) -> tuple[source_lib.Source | None, str]:
-  """Checks the values of all flags, and completes them.
+  """Checks the values of all flags, and fills in values that were left out.
 
   Returns:
-    The source that the workers run, None if they have the code already; and the
-    config as JSON.
+    The source that the workers run, or None if the workers have the code
+    already; and the config as JSON.
 
   Raises:
-    Misconfigured: flags are missing or wrong; the message has a line for each.
+    Misconfigured: if flags are missing or wrong; the message has a line for
+      each of them.
   """
   errors = list(given.errors)
   values = flags.flag_values_dict()
@@ -173,7 +174,7 @@ def _check(
     for key, value in pairs
     if _SECRET.search(f'{key}={value}' if key[:6] != 'secret' else str(value))
   ]
-  # Only these are checked here; the other options have rules of their own.
+  # Only these values are checked here; the other flags have rules of their own.
   errors += [
     f'--{key}={streams.one_line(str(value))}: must be one line'
     for key, value in pairs
@@ -235,7 +236,13 @@ def _check(
 def unchecked(
   name: str, *, is_dry: bool, has_retriever: bool = True
 ) -> list[Any]:
-  """Returns the checks of a config that a launcher does not make here."""
+  """Returns the checks of a config that are not made before a run is submitted.
+
+  Args:
+    name: the name of the launcher.
+    is_dry: whether nothing is submitted, because of --dry_run.
+    has_retriever: whether the run gets a retriever of its own.
+  """
   ignored = configuration.OF_THIS_MACHINE if name != 'local' else ()
   return [
     # Missing passages must be found here, before a machine is paid for. A run
@@ -248,7 +255,7 @@ def unchecked(
 
 
 def _conflicts(name: str, values: Mapping[str, Any]) -> list[str]:
-  """Returns a line for each reason why options do not fit each other."""
+  """Returns a line for each option that is wrong or does not fit another."""
   if name == 'local' and values['gpus'] % values['processes']:
     return [
       f'--processes={values["processes"]}: must divide '
@@ -278,7 +285,10 @@ def _conflicts(name: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _devices(name: str, values: Mapping[str, Any]) -> tuple[int, int]:
-  """Returns the numbers of machines, and of devices of each; 0 if unknown."""
+  """Returns the number of machines, and the number of devices of a machine.
+
+  If the number of devices is not known, it is 0.
+  """
   if name == 'tpu':
     found = accelerators.find(values['accelerator'])
     return found.machines, found.chips // found.machines
@@ -293,7 +303,13 @@ def _devices(name: str, values: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _mesh_problems(mesh: Any, machines: int, devices: int) -> list[str]:
-  """Returns why the mesh of a config does not fit machines with devices."""
+  """Returns a line if the mesh of a config does not fit the machines.
+
+  Args:
+    mesh: the section `mesh` of the config.
+    machines: the number of machines.
+    devices: the number of devices of a machine; 0 if it is not known.
+  """
   learning = devices - round(mesh.collect_fraction * devices)
   learning *= max(machines - mesh.collectors, 1)
   sizes = {axis: mesh[axis] for axis in ('data', 'fsdp', 'expert', 'tensor')}

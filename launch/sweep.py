@@ -59,7 +59,7 @@ from stppo_jax.workdir import lock
 from stppo_jax.workdir import run_folder
 
 LAUNCHERS = ('local', 'slurm', 'jobset', 'tpu')
-_SCRIPT = launchers.ROOT / 'launch' / 'run.sh'  # it writes a log of each run
+_SCRIPT = launchers.ROOT / 'launch' / 'run.sh'  # also writes the log of a run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,15 +78,18 @@ def _main(argv: Sequence[str]) -> int:
 def parsed(
   argv: Sequence[str], *, required: Sequence[str], **more: Any
 ) -> tuple[absl_flags.FlagValues, command_line.Given]:
-  """Returns the flags of several runs, with the options of their launcher.
+  """Returns the flags of a sweep or a study, with the options of its launcher.
 
   Args:
     argv: the command line.
-    required: flags that must be given.
+    required: the names of the flags that must be given.
     **more: definitions of further flags.
 
+  Returns:
+    The flags, and the keys of the config that the command line sets.
+
   Raises:
-    Misconfigured: flags are wrong; the message has a line for each error.
+    Misconfigured: if flags are wrong; the message has a line for each error.
   """
 
   def define(options: dict[str, Any]) -> absl_flags.FlagValues:
@@ -103,7 +106,7 @@ def parsed(
       }
     )
 
-  # The launcher says which other flags there are.
+  # Which other flags exist depends on the launcher.
   first = define({})
   command_line.parse(first, argv, overrides=True)
   flags = define(_options(first.on))
@@ -129,7 +132,7 @@ def _options(launcher: str) -> dict[str, Any]:
 def carry_out(
   flags: absl_flags.FlagValues, out: str, runs: Mapping[str, list[str]]
 ) -> int:
-  """Makes the runs that are left, or shows or ends the runs.
+  """Starts the runs that are left, or shows or ends the runs.
 
   Args:
     flags: see `parsed`.
@@ -140,8 +143,9 @@ def carry_out(
     The exit code.
 
   Raises:
-    Misconfigured: runs cannot be submitted or ended; the message is one line.
-    BucketError: the bucket cannot be read.
+    Misconfigured: if runs cannot be submitted or ended; the message is one
+      line.
+    BucketError: if the bucket cannot be read.
   """
   out, launcher = out.rstrip('/'), flags.on
   in_bucket = buckets.is_address(out)
@@ -162,12 +166,13 @@ def carry_out(
     return 0
   if flags.stop and launcher == 'local':
     return _stop(pathlib.Path(out))
-  # A slice that exists is followed.
+  # Runs in progress are included if they are to be stopped, and with tpu,
+  # because their slices are to be followed.
   runs_too = flags.stop or launcher == 'tpu'
   left = {
     name: own
     for name, own in runs.items()
-    # A dry run needs no account, and so asks no bucket.
+    # A dry run reads no bucket, so that it needs no account.
     if (in_bucket and flags.dry_run)
     or _is_left(f'{out}/{name}', runs_too=runs_too)
   }
@@ -188,8 +193,8 @@ def carry_out(
       print(shlex.join([os.path.relpath(_SCRIPT), *own]))
     return 0
   if launcher == 'tpu' and not flags.dry_run:
-    # Programs that follow the runs read this: after a stop they must not begin
-    # other runs in place of those that end.
+    # The programs that follow the runs read this marker. After a stop, they
+    # must not begin other runs in place of the runs that end.
     cloud.write(budget.stopped(out), b'stopped' if flags.stop else b'')
   if launcher == 'jobset' or flags.dry_run or flags.stop:
     worst = 0
@@ -205,7 +210,7 @@ def carry_out(
       exit_code = parallel_runs.run(
         {name: [_SCRIPT, *own] for name, own in left.items()},
         jobs=flags.jobs,
-        # Many runs differ in numbers only; then their programs are the same.
+        # Runs that differ only in numbers have the same compiled programs.
         compiled=pathlib.Path(out, f'.{run_folder.COMPILED}'),
       )
   print('\n'.join(_table(out, runs)), flush=True)
@@ -244,7 +249,8 @@ def grid(file: str) -> dict[str, list[str]]:
   """Returns the flags of each run of a config file's sweep, by name.
 
   Raises:
-    Misconfigured: the file has no sweep, or its sweep is no dict of lists.
+    Misconfigured: if the file has no function sweep(), or the function does not
+      return a dict of lists.
   """
   start = f'--config={file}: '
   with exits.naming(f'--config={file}'):
@@ -283,7 +289,7 @@ def _check(runs: Mapping[str, list[str]], ignored: Sequence[Any]) -> None:
     runs: the flags of each run, by name.
     ignored: the checks that are left out, see `submit.unchecked`.
   """
-  named: dict[str, list[str]] = {}  # an error, and the runs that have it
+  named: dict[str, list[str]] = {}  # error -> the runs that have the error
   for name, flags in runs.items():
     try:
       configuration.parse(flags, ignored=ignored)
@@ -303,7 +309,7 @@ def _is_left(folder: str, *, runs_too: bool = False) -> bool:
 
   Args:
     folder: the folder of the run.
-    runs_too: whether a run that is in progress counts, too.
+    runs_too: whether a run in progress counts as a run to be started.
   """
   try:
     state = run_state.read(folder).state
@@ -361,7 +367,7 @@ def _array(
   """Submits runs as an array of Slurm; returns the exit code.
 
   Raises:
-    Misconfigured: runs of this sweep wait in the queue.
+    Misconfigured: if runs of this sweep wait in the queue.
   """
   first = next(iter(left.values()))
   name = rendering.name_of(out)
