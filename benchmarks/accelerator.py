@@ -4,21 +4,22 @@
 
 The models have the shapes of Qwen2.5, random weights and bfloat16 activations.
 Each piece is measured in a process of its own, which has at most 9 minutes, and
-its figures are kept in the folder. The same command measures what is missing:
-after an interruption, after a piece that ran out of time (the folder keeps its
-compiled programs), and after a change of the package, its configs, the
-benchmarks, the version of jax or a size. The exit code is 75 if a piece ran out
-of time, otherwise 70 if a piece failed. A folder has the figures of one device.
+its figures are kept in the folder. If the command is repeated, it measures the
+pieces without figures: after an interruption, after a piece that ran out of
+time (the folder keeps its compiled programs), and after a change of the
+package, its configs, the benchmarks, the version of jax or a size. The exit
+code is 75 if a piece ran out of time, otherwise 70 if a piece failed. A folder
+has the figures of one device.
 
 `limits`: the rates of a large matrix product and of a large copy, with which
-all others are compared. `update`: annotate and update for dialogues of
-log-normal lengths, in packed rows; for the first model also in packed rows
-without cuDNN's attention, and in padded rows, whose log-probabilities must be
-those of packed rows but for rounding. `decode`: turns of the last model after a
-prompt, and the prompt itself. `step`: a whole step of the first model, with an
-environment that answers after 250 ms.
+all other rates are compared. `update`: annotate and update for dialogues of
+log-normal lengths, in packed rows. For the first model, also in packed rows
+without cuDNN's attention, and in padded rows, whose log-probabilities must
+equal those of packed rows except for rounding. `decode`: for the last model,
+the decoding of turns after a prompt, and the prefill of the prompt. `step`: a
+whole step of the first model, with an environment that answers after 250 ms.
 
-Operations are only those that the formulas need: causal attention counts half
+Only operations that the formulas need are counted: causal attention counts half
 of the square, logits count at loss positions only, and neither padding nor
 recomputation counts. Decoding a token in every row must read all weights once,
 and the keys and values of each row. `--write` puts the table into
@@ -47,7 +48,7 @@ from stppo_jax.workdir import atomic_files
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = _ROOT / 'docs' / 'benchmarks.md'
-_SECONDS = 540  # of a piece
+_SECONDS = 540  # the most seconds of a piece
 FUNCTIONS: dict[str, Callable[..., list[accelerator_learner.Line]]] = {
   'limits': accelerator_learner.limits,
   'update': accelerator_learner.update,
@@ -61,7 +62,7 @@ _HEADER = (
 
 
 def pieces(flags: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any]]]:
-  """Returns the key of `FUNCTIONS` and the arguments of each piece, by name."""
+  """Returns the pieces by name: a key of `FUNCTIONS`, and its arguments."""
   found: dict[str, tuple[str, dict[str, Any]]] = {'limits': ('limits', {})}
 
   def add(kind, size, **options):
@@ -93,7 +94,8 @@ def measured(
   try:
     figures['lines'] = FUNCTIONS[kind](options, **arguments)
   except jax.errors.JaxRuntimeError as error:
-    # It would fail again, while other errors end the process.
+    # The figures say that the memory is too small, because another attempt
+    # would fail again. Other errors end the process.
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
     figures['lines'] = [
@@ -104,7 +106,10 @@ def measured(
 
 
 def _key(options: accelerator_learner.Options) -> dict[str, Any]:
-  """Returns the code, jax and the sizes, after whose change figures are old."""
+  """Returns the key of figures: a hash of the code, jax's version, the sizes.
+
+  Figures with another key are measured again.
+  """
   digest = hashlib.sha256()
   # The package has its configs by a link, which `rglob` does not follow.
   for folder in ('stppo_jax', 'configs', 'benchmarks'):
@@ -128,10 +133,13 @@ def _stored(path: pathlib.Path, key: dict[str, Any]) -> dict[str, Any] | None:
 def measured_in_process(
   name: str, words: Sequence[str]
 ) -> dict[str, Any] | int:
-  """Measures a piece in a process; returns its figures, or an exit code.
+  """Measures a piece in a new process; returns its figures.
+
+  If the piece fails or takes too long, an exit code for this process is
+  returned instead.
 
   Args:
-    name: the piece.
+    name: the name of the piece.
     words: the flags of this process.
   """
   try:
@@ -155,7 +163,7 @@ def measured_in_process(
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-  """Returns the table of the figures of pieces."""
+  """Returns a Markdown table of the figures of the measured pieces."""
   everything = [
     (figures, accelerator_learner.Line(*line))
     for figures in found
@@ -184,7 +192,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _section(found: Sequence[dict[str, Any]]) -> str:
-  """Returns the text about the figures for the page."""
+  """Returns the section of docs/benchmarks.md that has these figures."""
   commit = subprocess.run(
     ['git', 'describe', '--always', '--dirty'],
     cwd=_ROOT,
@@ -199,11 +207,11 @@ def _section(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _refusal(flags: argparse.Namespace, devices: set[str], lacks: str) -> str:
-  """Returns why these figures cannot become a table; '' if they can.
+  """Returns why the command is refused, in one line; '' if it is not refused.
 
   Args:
     flags: the flags.
-    devices: the devices of the figures.
+    devices: the kinds of devices on which pieces have been measured.
     lacks: the names of pieces without figures that will not be measured.
   """
   if len(devices) > 1:
@@ -246,7 +254,7 @@ def _flags(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Measures the pieces that the folder lacks; prints the table of all."""
+  """Measures the pieces without figures; prints the table of all pieces."""
   words = sys.argv[1:] if arguments is None else arguments
   flags = _flags(words)
   options = accelerator_learner.Options(

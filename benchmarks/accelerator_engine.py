@@ -80,16 +80,15 @@ def _mismatch(
 ) -> tuple[float, float]:
   """Returns how much the log-probabilities of engine and trainer differ.
 
-  These are the mean, and what 99 % of the absolute differences do not exceed.
+  Returns the mean and the 99th percentile of the absolute differences.
 
   Args:
     model, params: the policy.
     prompts_AL: the prompts.
-    turns: what `_collect` returned for them.
+    turns: the result of `_collect` for these prompts.
 
   Raises:
-    AssertionError: if the mean of the absolute differences is greater than
-      `learner_pieces.MISMATCH`.
+    AssertionError: if the mean is not less than `learner_pieces.MISMATCH`.
   """
   token_ids, sampled = turns
   trained_AL, _ = jax.jit(
@@ -106,16 +105,20 @@ def _mismatch(
 def parts_of(
   measure: Callable[[], Sequence[float]], share: float
 ) -> tuple[float, float]:
-  """Returns the seconds of decoding, and those of the prompts.
+  """Returns the seconds of decoding, and the seconds of the prompts.
+
+  The seconds of decoding are the time of the tokens that long turns have more
+  than short turns.
 
   Args:
-    measure: returns the seconds of prompts and short turns, and those of
-      prompts and long turns. It is called again if these make no sense, as on a
-      busy machine.
-    share: tokens of short turns / (tokens of long turns - these).
+    measure: a function that returns two times: the seconds of prompts with
+      short turns, and the seconds of prompts with long turns. If a result would
+      not be positive, as on a busy machine, the function is called again.
+    share: the tokens of short turns, divided by the tokens that long turns have
+      more than short turns.
 
   Raises:
-    RuntimeError: they made no sense several times.
+    RuntimeError: if a result is not positive in three attempts.
   """
   for _ in range(3):
     short, long = measure()
@@ -132,12 +135,12 @@ def parts_of(
 def decode(
   options: learner_pieces.Options, *, size: str, rows: int
 ) -> list[learner_pieces.Line]:
-  """Times turns after a prompt, and the prompt (extend).
+  """Times the decoding of turns after a prompt, and the prefill of the prompt.
 
-  The time of short turns is subtracted from that of long turns, so that the
-  prompts do not count. The rest of the time of short turns is that of the
-  prompts. Before, the engine's log-probabilities are compared with the
-  trainer's.
+  First, the engine's log-probabilities are compared with the trainer's. Then
+  short turns and long turns are timed, both with their prompts. The difference
+  of the two times is the time of decoding, without prompts. The time of the
+  prompts follows from it, see `parts_of`.
   """
   shape = learner_pieces.shape_of(size)
   model = functional.Model(shape, 'vocabulary', chunk=4096)
@@ -160,7 +163,7 @@ def decode(
     0, shape.vocab_size, (rows, options.prompt), np.int32
   )
   run = functools.partial(_collect, engine, prompts_AL)
-  few = slice(0, 8)  # more rows would not fit beside the trainer's activations
+  few = slice(0, 8)  # of more rows, the trainer's activations would not fit
   token_ids, sampled = run(short)
   mean, most = _mismatch(
     model, params, prompts_AL[few], (token_ids[few], sampled[few])
@@ -183,7 +186,7 @@ def decode(
       f'mismatch {mean:.3f}, at 99 % {most:.3f}',
       decoding,
       rows * decoded,
-      bytes=2.0 * decoded * (weights + rows * kv),  # two bytes each
+      bytes=2.0 * decoded * (weights + rows * kv),  # two bytes per number
     ),
     learner_pieces.Line(
       f'extend, {rows} rows of {options.prompt} tokens',
@@ -197,11 +200,12 @@ def decode(
 class Dialogues(protocol.Environment):
   """An environment that ignores what the policy writes.
 
-  A dialogue has 2 to 5 turns, which end by chance, and observations of about
-  420 tokens, each after 250 ms; see `schedule`.
+  A dialogue has 2 to 5 turns, whose lengths are random, and observations of
+  about 420 tokens, each of which comes after 250 ms; see `schedule`.
 
   Args:
-    scale: the lengths are multiplied by it.
+    scale: the factor by which the lengths of prompts and observations are
+      multiplied.
   """
 
   tags = ()
@@ -214,7 +218,7 @@ class Dialogues(protocol.Environment):
     return ' w1' * max(int(count * self._scale), 1)
 
   def prompt(self, question: types.Question) -> str:
-    """Returns a text of about 100 tokens."""
+    """Returns a text of about 100 tokens, times `scale`."""
     return self._words(schedule.PROMPT)
 
   async def step(
@@ -230,7 +234,7 @@ class Dialogues(protocol.Environment):
     return protocol.Step('search', protocol.Observation('', body, ''), None)
 
   def rewards(self, question, prompt, texts, status):
-    """Returns a reward by chance."""
+    """Returns a reward of 0 or 1 that depends only on the question's id."""
     del prompt, texts, status
     return {'chance': float(int(question.id) % 2)}, {}
 
@@ -238,19 +242,20 @@ class Dialogues(protocol.Environment):
 def step(
   options: learner_pieces.Options, *, size: str
 ) -> list[learner_pieces.Line]:
-  """Times the parts of a step; the weights stay the same while it collects."""
+  """Times the parts of a step: collection, annotate and update."""
   scale, count = options.length / waste.LONGEST, options.dialogues
   environment = Dialogues(scale)
   learner = learner_pieces.build_learner(
     size, options, rows=count, minibatch=count // 2, attend='auto'
   )
   shape = learner.policy.config
-  others = 98  # entries that are no words: characters, and two special ones
+  others = 98  # entries that are no words: characters and two special tokens
   tokenizer = tokenizer_lib.phrase_tokenizer(
     f' w{n}' for n in range(shape.vocab_size - others)
   )
   entries = tokenizer.token_bytes()
-  # Random weights choose all tokens alike, so a turn ends with this chance.
+  # Random weights give all tokens about the same probability. One token in
+  # `every` ends a turn, so a turn has `every` tokens on average.
   every = max(int(_MEAN_TURN * scale), 2)
   engine = _engine(
     learner.decoded,
@@ -261,11 +266,11 @@ def step(
     ),
     slots=options.slots,
     max_length=options.length,
-    page_size=options.length // 4,  # few numbers of pages, which are compiled
+    page_size=options.length // 4,  # a program is compiled per number of pages
     decode_chunk=options.decode_chunk,
     deterministic=False,
   )
-  box: list[Any] = [learner.start()]  # updates consume it
+  box: list[Any] = [learner.start()]  # the state, which updates donate
   reference = learner.reference()
   keys = jax.random.split(jax.random.key(0), count)
   questions = [types.Question(str(n), '', (), 'random') for n in range(count)]

@@ -21,10 +21,10 @@ from stppo_jax.models import flops
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import pack
 
-_MEDIAN = 1300  # tokens of a dialogue, see `waste`
-_NUM_TURNS = 4  # of a dialogue in `update`
-# A mean difference of log-probabilities up to this one counts as rounding. It
-# is the limit of a run in bfloat16.
+_MEDIAN = 1300  # the median number of tokens of a dialogue, see `waste`
+_NUM_TURNS = 4  # the number of turns of a dialogue in `update`
+# If the mean difference of log-probabilities is below this number, the
+# difference counts as rounding. Runs in bfloat16 have the same limit.
 MISMATCH = 0.05
 
 
@@ -32,11 +32,13 @@ class Line(NamedTuple):
   """The result of measuring one program.
 
   Attributes:
-    program: its name in the table.
-    seconds: the time that it took.
-    tokens: the tokens that it was needed for.
-    operations, bytes: needed operations, and needed bytes of memory; one of
-      them is compared with the limit, the other is 0.
+    program: the name of the program in the table.
+    seconds: the seconds that the program took.
+    tokens: the number of tokens that the program worked on; 0 if it has none.
+    operations: the operations that the formulas need, for a program that is
+      compared with the rate of a matrix product; otherwise 0.
+    bytes: the bytes of memory that have to be read, for a program that is
+      compared with the rate of a copy; otherwise 0.
   """
 
   program: str
@@ -50,14 +52,15 @@ class Options(NamedTuple):
   """The sizes of all pieces, which are flags of `accelerator`.
 
   Attributes:
-    rows: dialogues of an update.
-    microbatch: rows of a forward pass.
-    length: tokens of a row; the lengths of dialogues are in proportion to it.
-    dialogues: dialogues of a step.
-    slots: dialogues that a step decodes at a time.
-    prompt: tokens before the turns that are timed.
-    decode_chunk: tokens decoded in a call.
-    product: the width of the matrix product.
+    rows: the number of dialogues of an update.
+    microbatch: the number of rows of a forward pass.
+    length: the number of tokens of a row; the lengths of dialogues are in
+      proportion to this number.
+    dialogues: the number of dialogues of a step.
+    slots: the number of dialogues that a step decodes at the same time.
+    prompt: the number of tokens before each turn that is timed.
+    decode_chunk: the number of tokens that a call decodes in each slot.
+    product: the width of the matrices that are multiplied for `limits`.
   """
 
   rows: int = 32
@@ -74,24 +77,25 @@ class Model(NamedTuple):
   """The shape of a model, and what its layers recompute in updates.
 
   Attributes:
-    fields: the first fields of `ModelConfig`.
-    remat: `updates.remat`.
+    fields: the values of the first fields of `ModelConfig`.
+    remat: the value of the config key `updates.remat`.
   """
 
   fields: tuple[int, ...]
   remat: str
 
 
-# Those of Qwen2.5, and a small one. An update of 1.5B with `dots` needs more
-# memory than an H200 has.
+# The models of Qwen2.5, and a small model. An update of 1.5B with `dots` needs
+# more memory than an H200 has.
 MODELS = {
   'tiny': Model((512, 64, 176, 3, 2, 2, 32), 'none'),
   '0.5B': Model((151_936, 896, 4864, 24, 14, 2, 64), 'dots'),
   '1.5B': Model((151_936, 1536, 8960, 28, 12, 2, 128), 'full'),
   '3B': Model((151_936, 2048, 11_008, 36, 16, 2, 128), 'full'),
 }
-# The rows of an update: dialogues share rows; the same without cuDNN; each has
-# a row of its own, as long as the longest may be.
+# How the dialogues of an update are laid out in rows: dialogues share rows;
+# dialogues share rows and cuDNN is not used; each dialogue has a row of its
+# own, as long as the longest dialogue may be.
 LAYOUTS = {
   'packed': 'packed rows',
   'tiles': 'packed rows, attention in tiles',
@@ -121,14 +125,14 @@ def shape_of(size: str, attend: str = 'auto') -> model_config.ModelConfig:
 
 
 def seconds_of(run: Callable[[], object], repeats: int) -> float:
-  """Returns the median of the seconds of a call, after one to warm up."""
+  """Returns the median seconds of `repeats` calls, after a call to warm up."""
   case = measure.Case(lambda: jax.block_until_ready(run()))
   seconds = [measure.once(case)[0] for _ in range(1 + repeats)]
   return float(np.median(seconds[1:]))
 
 
 def limits(options: Options) -> list[Line]:
-  """Measures a matrix product and a copy.
+  """Measures the rates of a matrix product and of a copy.
 
   Random numbers are used, because a product of zeros takes less power.
   """
@@ -187,7 +191,13 @@ def dialogue_batch(vocab_size: int, options: Options) -> batch_lib.TokenBatch:
 def passes(
   shape: model_config.ModelConfig, lengths_B: np.ndarray, losses: int
 ) -> tuple[float, float]:
-  """Returns the operations that annotate and update need."""
+  """Returns the operations that annotate needs, and those that update needs.
+
+  Args:
+    shape: the shape of both models.
+    lengths_B: the number of tokens of each dialogue.
+    losses: the number of policy tokens of all dialogues.
+  """
   policy, value = flops.forward_operations(shape, lengths_B.tolist(), losses)
   return 2 * policy + value, 3 * (policy + value)
 
@@ -196,8 +206,8 @@ def update(options: Options, *, size: str, layout: str) -> list[Line]:
   """Times an annotation and an update of policy and value model.
 
   Raises:
-    AssertionError: log-probabilities of packed and of padded rows differ by
-      more than `MISMATCH` on average.
+    AssertionError: if log-probabilities of packed and of padded rows differ by
+      `MISMATCH` or more on average.
   """
   learner = build_learner(
     size,
@@ -210,11 +220,11 @@ def update(options: Options, *, size: str, layout: str) -> list[Line]:
   losses = int(batch.loss_mask_BL.sum())
   counts = passes(learner.policy.config, batch.lengths_B, losses)
   tokens = int(batch.lengths_B.sum())
-  box: list[Any] = [learner.start()]  # an update consumes it
+  box: list[Any] = [learner.start()]  # the state, which an update donates
   reference = learner.reference()
   name = LAYOUTS[layout]
   annotate = lambda: learner.annotate(box[0], batch, reference=reference)[0]
-  if layout == 'padded':  # the padding is text without loss
+  if layout == 'padded':  # lengths include the padding, which has no loss
     packed = np.asarray(annotate().old_logprobs_BL)
     batch = batch.replace(
       lengths_B=np.full_like(batch.lengths_B, options.length)

@@ -10,18 +10,19 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.rl import losses
 
-# The policy loss of a batch that is a whole minibatch.
+# The policy loss of a batch that is one minibatch and one microbatch.
 policy_loss = functools.partial(losses.policy_loss, statistics=None, count=None)
 
 
 def turn_ids(
   rng: np.random.Generator, rows: int, length: int, num_turns: int
 ) -> np.ndarray:
-  """Returns int32 [B, L]: 1..num_turns where the policy wrote, else 0.
+  """Returns the turn of each token: 1..num_turns, or 0 if not of the policy.
 
-  A row is cut into num_turns + 1 equal spans. The first is the prompt. Each
-  other one is a turn that takes a fifth to three fifths of the span, and then
-  an observation. Every turn has at least one token.
+  The result is int32 [B, L]. A row is cut into num_turns + 1 equal spans. The
+  first span is the prompt. Each other span begins with a turn, which takes a
+  fifth to three fifths of the span, and ends with an observation. Every turn
+  has at least one token.
   """
   span = length // (num_turns + 1)
   ids_BL = np.zeros((rows, length), np.int32)
@@ -38,7 +39,14 @@ def turn_ids(
 def dialogue_ids(
   rng: np.random.Generator, lengths_B: np.ndarray, length: int, num_turns: int
 ) -> np.ndarray:
-  """Returns `turn_ids` [B, length] of rows that have these lengths."""
+  """Returns the `turn_ids` of rows of different lengths, [B, length].
+
+  Args:
+    rng: the random generator of the lengths of turns.
+    lengths_B: the number of tokens of each row without padding.
+    length: the number of tokens of each row with padding.
+    num_turns: the number of turns of a row.
+  """
   ids_BL = np.zeros((len(lengths_B), length), np.int32)
   for b, own in enumerate(lengths_B):
     ids_BL[b, :own] = turn_ids(rng, 1, int(own), num_turns)
@@ -48,10 +56,11 @@ def dialogue_ids(
 def token_batch(
   *, rows: int, length: int, num_turns: int, seed: int = 0
 ) -> tuple[batch_lib.TokenBatch, np.ndarray, np.ndarray]:
-  """Returns an annotated batch, log-probabilities and entropy, in float32.
+  """Returns a random annotated batch, and log-probabilities and entropy of it.
 
-  The new policy is so far from the old one that a band of 0.2 clips a tenth
-  of the turns and more of the tokens.
+  The log-probabilities of the new policy differ so much from those of the old
+  policy that bounds of 1 - 0.2 and 1 + 0.2 clip a tenth of the turns, and a
+  larger share of the tokens. All numbers are float32.
   """
   rng = np.random.default_rng(seed)
   ids_BL = turn_ids(rng, rows, length, num_turns)
@@ -60,7 +69,8 @@ def token_batch(
     return rng.normal(size=ids_BL.shape).astype(np.float32)
 
   old_BL = -np.abs(draw())
-  # A common shift of all tokens of a row makes whole turns leave the band.
+  # A common shift of all tokens of a row makes the ratios of whole turns leave
+  # the bounds.
   shift_B1 = 0.15 * rng.normal(size=(rows, 1)).astype(np.float32)
   logprobs_BL = old_BL + shift_B1 + np.float32(0.2) * draw()
   batch = batch_lib.TokenBatch(

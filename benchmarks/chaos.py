@@ -4,23 +4,24 @@
     python -m benchmarks.chaos --faults=10 --seed=3 --hosts=1 --folder=DIR
 
 A supervisor trains a small quickstart as two processes (`--hosts`) that ask a
-retrieval server in a third one. The faults of `benchmarks.faults` strike, each
-as often as the others, in an order and at moments that follow from the seed.
-Some strike while the run starts, the others after it has made a step. A fault
-counts if its effect was seen; otherwise it is tried again. Whenever the run has
-ended, the same command starts it again. When enough faults have struck, or
-`--minutes` are over, the run goes on to its end, and an undisturbed run of the
-same length is made. These must be equal, bit for bit:
+retrieval server in a third process. The faults of `benchmarks.faults` strike,
+each as often as the others, in an order and at moments that follow from the
+seed. Some strike while the run starts, the others after it has made a step. A
+fault counts if its effect was seen; otherwise it is tried again. Whenever the
+run has ended, the same command starts it again. When enough faults have struck,
+or `--minutes` are over, the run goes on to its end. Then an undisturbed run of
+the same length is made. In both runs these must be equal, bit for bit:
 
 - the exported weights, and the fingerprints of the last checkpoint;
-- every number of metrics.jsonl but times and counts of the faults themselves,
-  and every dialogue.
+- every number of metrics.jsonl except times and counts of the faults
+  themselves, and every dialogue.
 
-While a disk is full, lines of metrics and dialogues may be lost, as documented;
-only the others are compared then. The exit code is 1 if anything differs, if a
-process ends with a code that no fault explains, if one waits for another that
-has ended, if the run makes no step in ten minutes or in twenty starts, or if
-fewer faults have struck than were asked for. The folder is kept in that case.
+While a disk is full, lines of metrics and dialogues may be lost, as documented.
+In that case only the lines that both runs have are compared. The exit code is 1
+if anything differs, if a process ends with a code that no fault explains, if a
+process waits for a process that has ended, if the run makes no step in ten
+minutes or in twenty starts, or if fewer faults have struck than were asked for.
+The folder is kept if the exit code is 1.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from benchmarks import same_numbers
 
 _EARLY = 0.25  # the share of the strikes that come while the run starts
 _TRIES = 5  # how often a strike without an effect is tried
-# The assumed seconds of a start, until one was measured.
+# The assumed seconds of a start, until a start has been measured.
 _START = 30.0
 _POLL = 0.2
 
@@ -52,10 +53,10 @@ class Strike(NamedTuple):
   Attributes:
     name: a key of `FAULTS`.
     early: the moment of a strike during the start of a run, as a share of the
-      time that a start takes; None = the strike comes after a step.
-    seconds: the time since the fault before, or since the first step of a
-      start.
-    seed: the seed of the details.
+      time that a start takes; None if the strike comes after a step.
+    seconds: the time from the fault before to this strike, or, if the run was
+      started in between, from its first step to this strike.
+    seed: the seed of the fault's random details.
   """
 
   name: str
@@ -68,7 +69,7 @@ def schedule(seed: int, pace: float) -> Iterator[Strike]:
   """Yields strikes: all faults, in random order, again and again.
 
   Args:
-    seed: the seed of the order, the moments and the details.
+    seed: the seed of the order, the moments and the details of the faults.
     pace: the mean number of seconds between two strikes.
   """
   draws = random.Random(seed)
@@ -87,11 +88,11 @@ class Chaos:
 
   Args:
     run: the run.
-    block: the number of steps by which it becomes longer when it has ended and
-      faults are left.
+    block: the number of steps of the run at first. If the run has ended and
+      faults are left, the run becomes longer by this number.
 
   Attributes:
-    num_steps: the length of the run.
+    num_steps: the present length of the run, in steps.
     struck: how often each fault has struck.
     early: the number of faults that have struck while the run started.
     missed: how often each fault was tried without an effect.
@@ -109,7 +110,7 @@ class Chaos:
   def strike_all(
     self, strikes: Iterator[Strike], *, count: int, until: float
   ) -> None:
-    """Strikes `count` times, or until a moment; then lets the run end.
+    """Strikes `count` times, or until the time `until`; then lets the run end.
 
     Raises:
       Failed: if the run has broken a promise.
@@ -149,7 +150,7 @@ class Chaos:
     return has_struck
 
   def _reach_step(self) -> None:
-    """Returns when this start of the run has made a step."""
+    """Waits until the run has made a step since its last start."""
     run, is_new = self._run, False
     while not run.processes or not run.has_made_step:
       is_new = True
@@ -160,7 +161,10 @@ class Chaos:
       self._start_seconds = time.monotonic() - run.started
 
   def _pass(self, seconds: float) -> None:
-    """Waits for some seconds, or until the run ends, which makes it longer."""
+    """Waits for some seconds, or until the run has ended.
+
+    If the run has made all its steps, its next start has more of them.
+    """
     if self._run.wait(seconds) == 0:
       self.num_steps += self._block
 
@@ -195,7 +199,8 @@ def main(argv: Sequence[str]) -> int:
   flags, overrides = parser.parse_known_args(argv)
   if flags.steps % disturbed_run.EVALUATES:
     # A run always evaluates its last step. If the disturbed run becomes longer,
-    # the undisturbed one evaluates only at multiples.
+    # it has evaluated a step that is the last step no more. The undisturbed run
+    # evaluates this step only if it is a multiple of EVALUATES.
     parser.error(
       f'--steps={flags.steps}: must be a multiple of {disturbed_run.EVALUATES}'
     )
@@ -223,7 +228,10 @@ def _compare(
   folder: pathlib.Path,
   flags: argparse.Namespace,
 ) -> int:
-  """Strikes a run, makes an undisturbed one, and compares the two."""
+  """Strikes a run, makes an undisturbed run, and compares the two runs.
+
+  Returns the exit code.
+  """
   began = time.monotonic()
   run.start_retriever()
   chaos = Chaos(run, block=flags.steps)

@@ -3,15 +3,16 @@
     python -m benchmarks.checkpoints --megabytes 400
 
 A save computes a fingerprint of every array of the state. The first line
-compares the time that this takes in the quickstart with the updates of one of
-its steps. The whole step takes longer, and a run saves once in several steps,
-so the share that is printed is an upper bound. Its goal is at most 0.02.
+compares the time of all fingerprints of the quickstart with the time of the
+updates of a step. The whole step takes longer, and a run saves once in several
+steps, so the quotient that is printed is an upper bound. Its goal is at most
+0.02.
 
-The last line compares two kinds of saves by the time that a loop waits: one
-that threads write beside the loop, and one that the loop waits for. The state
-has `--megabytes` in 40 arrays of random numbers. Saves of both kinds alternate;
-after each, an update donates the state. The goal for the quotient of the
-medians is at most 0.1.
+The last line compares two kinds of saves by the time that the loop waits. A
+save of the first kind is written by threads while the loop goes on, and for a
+save of the second kind the loop waits. The state has `--megabytes` in 40 arrays
+of random numbers. Saves of both kinds alternate; after each save, an update
+donates the state. The goal for the quotient of the medians is at most 0.1.
 """
 
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ def _state(megabytes: int) -> dict[str, jax.Array]:
 
 
 def report(folder: pathlib.Path, *, megabytes: int, repeats: int) -> str:
-  """Returns the line about saves of a state of that size."""
+  """Returns the line about saves of a state of `megabytes`."""
   update = jax.jit(
     lambda state: jax.tree.map(lambda x: 0.999 * x, state), donate_argnums=0
   )

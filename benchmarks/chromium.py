@@ -14,12 +14,12 @@ _FLAGS = (
 
 
 class Missing(Exception):
-  """Raised, in one line, if a program or a package is not installed."""
+  """Raised if a program or a package is missing; the message is one line."""
 
 
 @contextlib.contextmanager
 def started() -> Iterator[Any]:
-  """Yields the browser, an object of playwright.
+  """Starts the browser, yields it as an object of playwright, and closes it.
 
   Raises:
     Missing: if Chromium or playwright is not installed.

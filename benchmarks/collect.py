@@ -76,11 +76,12 @@ def generate(
   rows: int,
   repeats: int,
 ) -> str:
-  """Returns the table of our collection against a loop on `generate`.
+  """Returns a table that compares our collection with a loop over `generate`.
 
   Args:
-    policy: the policy that samples; it is exported to a directory for the peer.
-    loop: runs the environment's coroutines.
+    policy: the policy that samples. It is exported to a directory, from which
+      `transformers` loads it.
+    loop: the event loop that runs the environment's coroutines.
     rows: the number of dialogues.
     repeats: the number of samples of each case.
 
@@ -121,7 +122,7 @@ def latency(
   rows: int,
   repeats: int,
 ) -> str:
-  """Returns the table of delayed against immediate observations.
+  """Returns a table that compares delayed and immediate observations.
 
   Raises:
     AssertionError: if latency changes tokens or log-probabilities.
@@ -156,7 +157,7 @@ def refill(
   rows: int,
   repeats: int,
 ) -> str:
-  """Returns the table of refilled slots against waves.
+  """Returns a table that compares refilled slots with waves.
 
   Raises:
     AssertionError: if the tokens or log-probabilities of the modes differ.
@@ -182,7 +183,7 @@ def _modes(
   *,
   slots: int,
 ) -> dict[str, collectors.SlotCollector]:
-  """Returns the collector that refills slots, by this name, and 'waves'."""
+  """Returns two collectors by name: `name` refills slots, 'waves' does not."""
   return {
     mode: collectors.SlotCollector(
       policy, loop, slots=slots, deterministic=mode == 'waves'
@@ -198,7 +199,15 @@ def _report(
   rows: int,
   repeats: int,
 ) -> str:
-  """Times cases; returns a table, and quotients of cases with their goals."""
+  """Times cases; returns a table, and lines with the quotients of cases.
+
+  Args:
+    cases: the cases by name.
+    quotients: the names of the two cases of each quotient, numerator first, and
+      the least value that is the goal; None without a goal.
+    rows: the number of trajectories of a case.
+    repeats: the number of samples of each case.
+  """
   seconds = measure.interleave(cases, repeats=repeats)
   table = measure.table(
     ('case', 'collection, ms', 'trajectories/s'),
@@ -216,7 +225,8 @@ def _report(
   return '\n'.join((table, '', *lines, measure.verdict(seconds)))
 
 
-# The functions that make the tables, and by what `--rows` is divided for them.
+# The function that makes each table, and the number by which `--rows` is
+# divided for this table.
 _TABLES: Mapping[str, tuple[Callable[..., str], int]] = {
   'generate': (generate, 1),
   'latency': (latency, 1),
@@ -228,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which machine."""
   parser = measure.parser(
     'collect',
-    rows=512,  # of `generate` and `latency`; others have fewer
+    rows=512,  # for `generate` and `latency`; `refill` has half as many
     repeats=measure.MIN_REPEATS,
   )
   parser.add_argument(

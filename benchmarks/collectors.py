@@ -24,14 +24,15 @@ from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
-PARITY = 1e-4  # the largest difference of log-probabilities
+PARITY = 1e-4  # the largest difference of log-probabilities that is accepted
 # The most tokens of a turn and of an observation: a quarter of the paper's 500.
 MAX_TURN_TOKENS = dialogues.LONGEST
 MAX_LENGTH = 980  # more than the longest dialogue: 100 + 4 * 125 + 3 * 125
-# The filler entries, and the fields of `ModelConfig` after `vocab_size`.
-# tiny is the quickstart's model, but with untied embeddings. grouped has the
-# proportions of Qwen2.5-0.5B, with seven query heads to a key/value head, at a
-# quarter of its width. wide is a larger model.
+# The number of filler entries of the vocabulary, and the fields of
+# `ModelConfig` after `vocab_size`. tiny is the quickstart's model, but with
+# untied embeddings. grouped has the proportions of Qwen2.5-0.5B, with seven
+# query heads to a key/value head, at a quarter of its width. wide is a larger
+# model.
 WIDTHS = {
   'tiny': (44, (64, 176, 3, 2, 2, 32)),
   'grouped': (44, (224, 1216, 3, 7, 1, 32)),
@@ -40,7 +41,14 @@ WIDTHS = {
 
 
 class Policy(NamedTuple):
-  """A model that counts down, see `dialogues`, and its tokenizer."""
+  """A tokenizer and a model that counts down, see `dialogues`.
+
+  Attributes:
+    tokenizer: the tokenizer.
+    model: the model.
+    params: the weights of the model.
+    filler: the number of filler entries of the vocabulary.
+  """
 
   tokenizer: tokenizer_lib.Tokenizer
   model: functional.Model
@@ -76,11 +84,12 @@ def engine(
 
 
 class SlotCollector:
-  """Collects dialogues with the slot engine, a lane for each core.
+  """Collects dialogues with the engine, which has a lane for each core.
 
-  A config has these settings too (`rollout.lanes`, ...), with other defaults.
-  With `deterministic`, `batch_rows` and `early_exit` have no effect. There are
-  fewer lanes than cores if the cores do not divide the slots.
+  The settings of the engine are not the defaults of configs (`rollout.lanes`,
+  ...). If `deterministic` is True, `batch_rows` and `early_exit` have no
+  effect. If the number of slots is not a multiple of the number of cores, the
+  engine has fewer lanes than cores.
   """
 
   def __init__(
@@ -145,10 +154,12 @@ def assert_parity(
   trajectories: Sequence[types.Trajectory],
   others: Sequence[types.Trajectory],
 ) -> None:
-  """Compares trajectories: equal tokens, log-probabilities to PARITY.
+  """Checks that two collections have equal trajectories.
+
+  Tokens must be equal, and log-probabilities must differ by at most PARITY.
 
   Raises:
-    AssertionError: if the trajectories differ; the message names the row.
+    AssertionError: if trajectories differ; the message names the row.
   """
   for n, (one, other) in enumerate(zip(trajectories, others, strict=True)):
     for ours, theirs in zip(one.turns, other.turns, strict=True):

@@ -5,12 +5,13 @@ as long as any model of its shape. So the vocabulary has entries that count
 down: after ' s9' the policy writes ' s8', ' s7', ..., ' s1', '</search>'; after
 ' r9' it counts down to '</answer>' and the end of sequence. Each input of a
 dialogue (the prompt, an observation) ends with such an entry, which decides how
-long the next turn is and what closes it. All other entries are filler.
+long the next turn is and which tag closes it. All other entries are filler.
 
-The weights are random except for the output matrix, where the row of an entry
-is the scaled embedding of the entry before it. They take as much computation as
-any other weights. The greedy token is certain by a wide margin, while its
-log-probability depends on the whole dialogue. Parity is asserted on both.
+The weights are random except for the output matrix. In this matrix, the row of
+an entry is the scaled embedding of the entry that comes before it in the
+countdown. These weights take as much computation as any other weights. The
+logit of the greedy token is the largest by a wide margin, while its
+log-probability depends on the whole dialogue. Both are compared.
 """
 
 import asyncio
@@ -30,8 +31,9 @@ from stppo_jax.sampling import tokenizer as tokenizer_lib
 LONGEST = 125  # tokens of the longest turn
 _SEARCH, _ANSWER = '</search>', '</answer>'
 _EMBEDDING_SCALE = 0.5
-# The initial kernels are multiplied by this and divided by the root of the
-# width, so that the history changes log-probabilities equally at any width.
+# The initial kernels are multiplied by this number and divided by the root of
+# the width. So earlier tokens change log-probabilities about equally at any
+# width.
 _KERNEL_SCALE = 24.0
 _PEAK = 10.0  # the logit of the next token, roughly
 
@@ -40,7 +42,7 @@ Lengths = Callable[[np.random.Generator], int]
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-  """A dialogue.
+  """A dialogue whose texts are known before it is collected.
 
   Attributes:
     inputs: the prompt, then the observations.
@@ -58,8 +60,10 @@ class Shape:
   """The sizes of dialogues in tokens.
 
   Attributes:
-    prompt, turn, observation: functions that draw a length.
-    max_searches: a dialogue has 1 to this many searches, equally likely.
+    prompt, turn, observation: functions that draw the length of a prompt, a
+      turn and an observation.
+    max_searches: the largest number of searches of a dialogue. Each number from
+      1 to `max_searches` is equally likely.
   """
 
   prompt: Lengths
@@ -95,7 +99,7 @@ def model(
 
   Args:
     tokenizer: the tokenizer with the policy's vocabulary.
-    shape: the first fields of `ModelConfig` after `vocab_size`.
+    shape: the values of the first fields of `ModelConfig` after `vocab_size`.
   """
   config = model_config.ModelConfig(
     tokenizer.vocab_size,
@@ -123,7 +127,7 @@ def model(
 
 
 def _successors(tokenizer: tokenizer_lib.Tokenizer) -> list[tuple[int, int]]:
-  """Returns pairs of ids: a token, and the one that the policy writes next."""
+  """Returns pairs: a token's id, and the id of the token that comes next."""
 
   def chain(kind, end):
     return [
@@ -131,7 +135,8 @@ def _successors(tokenizer: tokenizer_lib.Tokenizer) -> list[tuple[int, int]]:
     ] + [token_id(tokenizer, end)]
 
   search, answer = chain('s', _SEARCH), chain('r', _ANSWER)
-  # A loop that does not stop after a search goes on with another one.
+  # If generation is not stopped after a search, the policy writes another
+  # search.
   ends = [(search[-1], search[0]), (answer[-1], tokenizer.eos_id)]
   return [*zip(search, search[1:]), *zip(answer, answer[1:]), *ends]
 
@@ -169,7 +174,7 @@ def scripts(
     count: the number of dialogues.
     shape: the sizes of the dialogues.
     filler: the number of filler entries of the vocabulary.
-    latency: draws the seconds until an observation.
+    latency: a function that draws the seconds until an observation.
     seed: the seed of all draws.
   """
   rng = np.random.default_rng(seed)
@@ -230,7 +235,7 @@ class Scripted(protocol.Environment):
     """Returns the next observation, after its latency.
 
     Raises:
-      ValueError: if the text is not that of the script.
+      ValueError: if the script has another text in this turn.
     """
     script = self._dialogues[int(question.id)]
     if text != script.turns[turn_index]:

@@ -18,7 +18,7 @@ from stppo_jax.workdir import heartbeat
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EVALUATES = 5  # steps from one evaluation to the next
-_KEPT_LINES = 60  # of the run's output, printed if it fails
+_KEPT_LINES = 60  # the last lines of output that are printed if the run fails
 _TOGETHER = 120.0  # most seconds from the first end of a process to the last
 _HANGS = 600.0  # seconds in which a run must make a step, or end
 _STARTS = 20  # starts in which a run must make a step
@@ -27,8 +27,9 @@ _POLL = 0.05
 _SMALL = {
   'rollout.trajectories_per_step': 16,
   'updates.minibatch_size': 8,
-  # These keys make programs fewer and smaller: each start compiles them again
-  # on all hosts but the first, which alone writes to the cache of jax.
+  # These keys make the compiled programs fewer and smaller. Only the first host
+  # writes to jax's cache of compiled programs, so all other hosts compile the
+  # programs again at each start.
   'model.scan_unroll': 1,
   'writer.token_details': 0,
   'evaluate.every': EVALUATES,
@@ -39,7 +40,7 @@ _SMALL = {
   # No trajectory may fail, because it would be missing in the batch.
   'rollout.min_valid_fraction': 1.0,
 }
-_EXPECTED = (0, 75, 130)  # codes with which a run may end
+_EXPECTED = (0, 75, 130)  # the exit codes with which a process may end
 # The output is searched for this error of a file that cannot grow.
 _FULL = os.strerror(errno.EFBIG)
 
@@ -52,20 +53,21 @@ class DisturbedRun:
   """A run with its retrieval server, which faults may strike.
 
   Args:
-    folder: holds the folder of the run.
+    folder: the folder in which the folder of the run is made.
     hosts: the number of processes that train together.
     overrides: further flags of `train`.
 
   Attributes:
     workdir: the run's folder.
-    clock: the file of `jumping_clock`.
+    clock: the file that shifts the clock of the run, see `jumping_clock`.
     port: the port of the retrieval server on this machine.
     processes: the processes of the run, while it goes on.
-    codes: the exit code of each process when the run has ended last.
-    retriever: the retrieval server.
+    codes: the exit code of each process at the last end of the run, by process
+      id.
+    retriever: the process of the retrieval server.
     starts: how often the run was started.
     started: the time of the last start, by the monotonic clock.
-    full: how many lines of output have told of a file that cannot grow.
+    full: the number of lines of output that report a file that cannot grow.
   """
 
   def __init__(
@@ -81,11 +83,11 @@ class DisturbedRun:
     self.started = 0.0
     self._hosts, self._overrides = hosts, overrides
     self._num_steps = 0
-    self._saved = -1  # the newest step when the run was started
-    self._best = (-1, 0)  # the newest step of all, and the starts since then
+    self._saved = -1  # the newest saved step when the run was started
+    self._best = (-1, 0)  # the newest saved step, and the starts since then
     self._output: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     self._current = self.workdir
-    self._sent: dict[int, int] = {}  # process to the signal that it got
+    self._sent: dict[int, int] = {}  # process id -> the last signal it got
     self._counting = threading.Lock()  # for `full`; each process has a thread
     self._progressed = (0, math.inf)  # the newest step, and its time
 
@@ -96,10 +98,11 @@ class DisturbedRun:
 
     Args:
       num_steps: the number of steps of the run.
-      workdir: the folder of another run of the same config; None for this run.
+      workdir: the folder of another run of the same config, which is started
+        instead; None for this run.
 
     Raises:
-      Failed: if the run was started many times, and has made no further step.
+      Failed: if the run has saved no further step in the last `_STARTS` starts.
     """
     self.starts += 1
     self._num_steps, self._current = num_steps, workdir or self.workdir
@@ -178,14 +181,14 @@ class DisturbedRun:
 
   @property
   def beat(self) -> heartbeat.Beat | None:
-    """The heartbeat of this start; None before its first one."""
+    """The last heartbeat since this start; None before the first heartbeat."""
     beat = heartbeat.read(self._current)
     pids = [process.pid for process in self.processes]
     return beat if beat is not None and beat.pid in pids else None
 
   @property
   def has_made_step(self) -> bool:
-    """Whether this start has saved a step."""
+    """Whether the run has saved a step since its last start."""
     return self._newest() > self._saved
 
   def _newest(self) -> int:
@@ -224,7 +227,8 @@ class DisturbedRun:
     self.codes = {p.pid: p.returncode for p in self.processes}
     self.processes = []
     for pid, code in self.codes.items():
-      # A signal that comes before Python has begun ends the process itself.
+      # If a signal comes before Python handles signals, it kills the process,
+      # and the exit code is the negative number of the signal.
       if code not in _EXPECTED and code != -self._sent.get(pid, 0):
         raise self.failed(f'exit code {code}')
     return next((code for code in codes if code), 0)

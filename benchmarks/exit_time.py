@@ -6,9 +6,9 @@
 For each of `MOMENTS`, a run of its own starts in a new folder, compiles all its
 programs, and sends itself SIGTERM at that moment. The time is counted from the
 signal until the parent process sees that the run has ended. It is compared with
-the limit, to which the runs also set `preemption.grace`: a save that does not
-fit into it is not begun. A run must end with exit code 75 and without a
-traceback, and if it had done a step, that step must be saved.
+the limit. The runs also get this limit as `preemption.grace`, so a run does not
+begin a save that would take longer. A run must end with exit code 75 and
+without a traceback, and if it had done a step, this step must be saved.
 
 The exit code is 1 if a run ends otherwise, or takes longer than the limit. Run
 this on an idle machine, because the runs share their cores with all other work.
@@ -34,23 +34,23 @@ import stppo_jax
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _FLAGS = (
   '--config=configs/quickstart.py:st_ppo',
-  '--config.num_steps=6',  # The second save is not that of the end.
+  '--config.num_steps=6',  # the second save comes before the end of the run
   '--config.evaluate.every=2',
   '--config.checkpoint.every=2',
 )
 _TRY_AGAIN = 75
-_SENT = 'signal-sent'  # the file with the times of the signal
+_SENT = 'signal-sent'  # the file with wall and CPU time when the signal is sent
 
 
 class Moment(NamedTuple):
-  """A moment of a run.
+  """The moment of a run at which the signal is sent.
 
   Attributes:
-    kind: import, file or phase.
-    name: the module that is imported, the file that gets its name, or the phase
-      that begins.
-    number: the number of the occurrence, counted from 1.
-    delay: seconds from the moment to the signal.
+    kind: what happens at the moment: 'import', 'file' or 'phase'.
+    name: the module that is imported, the file that is renamed to this name, or
+      the phase that begins.
+    number: which occurrence is meant, counted from 1.
+    delay: the seconds from the occurrence to the signal.
   """
 
   kind: str
@@ -84,11 +84,11 @@ class End(NamedTuple):
   """The end of a run.
 
   Attributes:
-    seconds: the time from the signal to the end of the process; nan if it got
-      no signal.
-    computed: the CPU seconds of all its threads in that time.
+    seconds: the time from the signal to the end of the process; nan if the
+      process got no signal.
+    computed: the CPU seconds of all threads of the process in this time.
     exit_code: the exit code of the process.
-    problem: what the run did wrong; '' for nothing.
+    problem: what the run did wrong; '' if nothing.
   """
 
   seconds: float
@@ -98,7 +98,7 @@ class End(NamedTuple):
 
 
 def measure(name: str, folder: pathlib.Path, flags: Sequence[str] = ()) -> End:
-  """Runs the quickstart in a new folder until the signal of a moment ends it.
+  """Runs the quickstart until the signal of a moment ends it; returns the end.
 
   Args:
     name: a key of `MOMENTS`.
@@ -126,7 +126,7 @@ def measure(name: str, folder: pathlib.Path, flags: Sequence[str] = ()) -> End:
   if (folder / _SENT).exists():
     sent = map(float, (folder / _SENT).read_text('ascii').split())
     seconds, computed = (end - then for end, then in zip(ended, sent))
-  # An export may be finished first, and with it the run.
+  # An export, and with it the run, may be finished before the signal acts.
   is_done = process.returncode == 0 and '\ndone. ' in output
   expected = 0 if name == 'export' and is_done else _TRY_AGAIN
   problem = ''
@@ -184,7 +184,7 @@ def _run(name: str, folder: pathlib.Path, argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Measures the moments that flags name; returns the exit code."""
+  """Measures the moments that --only names; returns the exit code."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

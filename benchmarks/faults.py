@@ -1,8 +1,8 @@
 """The faults of `benchmarks.chaos`.
 
 Each of `FAULTS` strikes a run, and returns whether its effect was seen. A fault
-may have none: a signal may come when a process has just ended, an outage when
-there is no request, and damage to a byte that is never read.
+may have no effect: a signal may come when a process has just ended, an outage
+may come when there is no request, and damage may hit a byte that is never read.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +21,9 @@ from benchmarks import disturbed_run
 from benchmarks import run_differences
 
 _PATIENCE = 60.0  # seconds in which the effect of a fault must be seen
-_START_PATIENCE = 240.0  # the same, if the run has to be started for it
+_START_PATIENCE = 240.0  # the same for a fault whose effect is seen at a start
 _POLL = 0.05
-_ESTABLISHED, _LISTEN = '01', '0A'  # in /proc/net/tcp
+_ESTABLISHED, _LISTEN = '01', '0A'  # states of sockets in /proc/net/tcp
 
 DisturbedRun = disturbed_run.DisturbedRun
 Random = random_lib.Random
@@ -31,7 +31,7 @@ Fault = Callable[[DisturbedRun, Random], bool]
 
 
 def _send(number: signal.Signals) -> Fault:
-  """Returns a fault: a signal to one process, which makes all of them end."""
+  """Returns a fault that sends a signal to one process, so that all end."""
 
   def strike(run: DisturbedRun, random: Random) -> bool:
     victim = random.choice(run.processes)
@@ -98,7 +98,7 @@ def _slow_retriever(run: DisturbedRun, random: Random) -> bool:
 
 
 def _unread_bytes(port: int) -> int:
-  """Returns the number of unread bytes and of new connections at a port."""
+  """Returns unread bytes plus connections that are not accepted, at a port."""
   waiting = 0
   for line in pathlib.Path('/proc/net/tcp').read_text('ascii').splitlines()[1:]:
     _, local, _, state, queues, *_ = line.split()
@@ -109,9 +109,10 @@ def _unread_bytes(port: int) -> int:
 
 
 def _outage(run: DisturbedRun, random: Random) -> bool:
-  """Kills the retriever, waits for a request to miss it, and starts it again.
+  """Kills the retriever, and starts it again after a request has failed.
 
-  At first nothing listens at its port, then connections are closed at once.
+  At first nothing listens at the port of the retriever. Then connections to the
+  port are accepted, and closed at once.
   """
   assert run.retriever is not None
   run.retriever.kill()
@@ -129,9 +130,10 @@ def _outage(run: DisturbedRun, random: Random) -> bool:
 
 @contextlib.contextmanager
 def _closed_door(port: int) -> Iterator[Callable[[], bool]]:
-  """Listens at a port, and yields a function that turns away one client.
+  """Listens at a port; yields a function that turns away the next client.
 
-  The function returns whether a client came.
+  The function closes the connection of a client that has come. It returns
+  whether a client came within a short time.
   """
   with socket.socket() as door:
     door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -150,7 +152,7 @@ def _closed_door(port: int) -> Iterator[Callable[[], bool]]:
 def _full_disk(run: DisturbedRun, random: Random) -> bool:
   """Limits the files of the run to a few bytes, as if the disk were full.
 
-  The limit ends a little after the run has reported an error because of it.
+  The limit is removed soon after the run has reported that a file cannot grow.
   """
   struck, before = list(run.processes), run.full
   _limit_files(struck, 1024)
@@ -165,7 +167,7 @@ def _full_disk(run: DisturbedRun, random: Random) -> bool:
 def _limit_files(
   processes: Sequence[subprocess.Popen], size: int | None
 ) -> None:
-  """Sets the largest file, in bytes, that processes can write; None = any."""
+  """Limits the bytes of files that processes write; None = no limit."""
   for process in processes:
     with contextlib.suppress(ProcessLookupError):
       _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
@@ -176,7 +178,7 @@ def _limit_files(
 def _corrupt(run: DisturbedRun, random: Random) -> bool:
   """Kills the run, damages its newest checkpoint, and starts it again.
 
-  The fault has struck if the run has set that checkpoint aside.
+  The fault has struck if the run has set the damaged checkpoint aside.
   """
   victim = random.choice(run.processes)
   run.send(victim, signal.SIGKILL)
@@ -196,8 +198,8 @@ def _corrupt(run: DisturbedRun, random: Random) -> bool:
 def _damage(folder: pathlib.Path, random: Random) -> None:
   """Cuts one of the files of a folder in half, or flips one of its bits.
 
-  Larger files are more probable, because every place of a disk is equally bad,
-  and because some of the small files are not read.
+  A large file is chosen more often than a small file, because a disk can fail
+  at any byte, and because some of the small files are not read.
   """
   files = [p for p in sorted(folder.rglob('*')) if p.is_file()]
   (path,) = random.choices(files, [path.stat().st_size for path in files])
@@ -217,12 +219,12 @@ def _comes(
   ends: Callable[[], bool] = lambda: False,
   patience: float = _PATIENCE,
 ) -> bool:
-  """Waits until something is seen; returns whether it was.
+  """Waits until the effect of a fault is seen; returns whether it was seen.
 
   Args:
-    run: the run, in which nothing is seen any more once it has ended.
+    run: the run. When it has ended, the wait ends, too.
     is_seen: returns whether the effect is seen.
-    ends: returns whether the effect can no longer be seen.
+    ends: returns whether the effect can no longer come.
     patience: the most seconds to wait.
   """
   end = time.monotonic() + patience

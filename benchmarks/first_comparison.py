@@ -2,11 +2,11 @@
 
     python -m benchmarks.first_comparison
 
-It runs `make compare` on two cores, in a new folder and without compiled
-programs, as after a fresh clone whose .venv is at hand. Then it opens the
-report in Chromium, and waits until the paired differences are seen. Seconds of
-the CPU say what a machine that others use would have taken alone: half of them,
-if both cores were busy all the time.
+The benchmark runs `make compare` on two cores, in a new folder and without
+compiled programs, as after a fresh clone that has its .venv already. Then it
+opens the report in Chromium, and waits until the paired differences are seen.
+On a machine with other work, the CPU seconds tell how long an idle machine
+would have taken: half of them, if both cores were busy all the time.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from benchmarks import chromium
 from benchmarks import measure
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_GOAL = 360  # seconds on two cores
+_GOAL = 360  # the most seconds on two cores
 _DIFFERENCE = 'section[data-section="Paired differences"] tbody tr'
 
 
@@ -36,7 +36,7 @@ def report(
     cores: the number of cores in use.
     arguments: further arguments of `ablate`.
   """
-  start, before = time.monotonic(), sum(os.times()[2:4])  # of children
+  start, before = time.monotonic(), sum(os.times()[2:4])  # CPU of children
   tools = [f'BIN={pathlib.Path(sys.executable).parent}', 'RUNTIME=']
   words = shlex.join([*arguments, f'--workdir={folder}/study'])
   subprocess.run(

@@ -1,11 +1,11 @@
 """Collects with `generate` of `transformers`, one turn of all rows at a time.
 
 This is a common loop around a library's `generate`. Every turn computes the
-dialogues from their first tokens, padded to the longest one of a batch. The
-rows of a batch wait for the last one to finish its turn, and all rows wait for
-the last observation. Dialogues that have ended are left out of further turns; a
-batch has rows of about the same length, so that it has less padding. Decoding
-is greedy.
+dialogues from their first tokens, padded to the longest dialogue of a batch.
+The rows of a batch wait until the last row has finished its turn, and all rows
+wait for the last observation. Dialogues that have ended are left out of further
+turns. A batch has rows of about the same length, so that it has less padding.
+Decoding is greedy.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from stppo_jax import types
 from stppo_jax.rollout import event_loop
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
-_BATCHES = (128, 32, 16)  # rows of a call of `generate`; also all of them
+_BATCHES = (128, 32, 16)  # rows of a call of `generate`; all rows are tried too
 _CLOSE = 1.3  # settings within this factor of the fastest are timed twice
 
 
@@ -35,10 +35,10 @@ class GenerateLoop:
   Args:
     directory: the directory of the model.
     tokenizer: the tokenizer of the model.
-    loop: runs the environment's coroutines.
+    loop: the event loop that runs the environment's coroutines.
 
   Attributes:
-    batch: the most rows in a call of `generate`; 0 = all.
+    batch: the most rows in a call of `generate`; 0 = all rows.
   """
 
   def __init__(
@@ -58,12 +58,12 @@ class GenerateLoop:
       'max_new_tokens': collectors.MAX_TURN_TOKENS,
       'do_sample': False,
       'pad_token_id': tokenizer.eos_id,
-      # The fastest way that `generate` has to end a turn.
+      # Of the ways in which `generate` can end a turn, this is the fastest.
       'eos_token_id': self._closing,
     }
 
   def collect(self, environment: dialogues.Scripted) -> list[types.Trajectory]:
-    """Returns all dialogues, without log-probabilities (`with_logprobs`)."""
+    """Returns all dialogues; `with_logprobs` adds their log-probabilities."""
     questions = environment.questions()
     prompts = [
       self._tokenizer.encode_prompt(environment.prompt(q)) for q in questions
@@ -132,7 +132,7 @@ class GenerateLoop:
   def with_logprobs(
     self, trajectories: Sequence[types.Trajectory]
   ) -> list[types.Trajectory]:
-    """Returns the trajectories with log-probabilities of a forward pass."""
+    """Returns the trajectories with log-probabilities from a forward pass."""
     return [
       dataclasses.replace(trajectory, turns=tuple(self._turns(trajectory)))
       for trajectory in trajectories
@@ -145,7 +145,7 @@ class GenerateLoop:
     ids_1L = torch.tensor(np.concatenate(ids)[None], dtype=torch.long)
     with torch.inference_mode():
       log_softmax_LV = self._model(ids_1L).logits[0].log_softmax(-1)
-    # The log-probability of each token given those before it.
+    # The log-probability of each token given all earlier tokens.
     logprobs_L = (
       log_softmax_LV[:-1].gather(1, ids_1L[0, 1:, None])[:, 0].numpy()
     )
@@ -159,15 +159,16 @@ class GenerateLoop:
 def use_fastest(
   peer: GenerateLoop, environment: dialogues.Scripted, *, rows: int
 ) -> str:
-  """Sets the fastest threads and batch size of the peer; returns a report.
+  """Sets the fastest number of threads and batch size; returns a report.
 
   Small models are slower with more threads, especially on a busy machine.
-  Smaller batches wait for fewer rows and have less padding, larger ones need
-  fewer calls. After a collection to warm up, one is timed with each setting,
-  and another with those close to the fastest; the shorter time counts.
+  Smaller batches wait for fewer rows and have less padding, and larger batches
+  need fewer calls. After a collection to warm up, one collection is timed with
+  each setting. Settings close to the fastest are timed a second time, and the
+  shorter of their two times counts.
 
   Args:
-    peer: the loop to set.
+    peer: the loop whose batch size is set.
     environment: the dialogues that are collected with each setting.
     rows: the number of these dialogues.
   """

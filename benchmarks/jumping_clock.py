@@ -2,10 +2,10 @@
 
     python -m benchmarks.jumping_clock FILE COMMAND FLAGS
 
-Setting the clock of the machine needs special rights, and would affect all its
-other users. So only the Python code of this process sees another time:
-`time.time()` is the time of the machine plus the seconds that FILE holds. No
-module of stppo_jax imports the function by name, so all of them see that time.
+Setting the clock of the machine needs special rights, and would affect all
+users of the machine. So only the Python code of this process sees another time:
+`time.time()` is the time of the machine plus the seconds that FILE holds. All
+modules of stppo_jax see this time, because none imports the function by name.
 """
 
 from collections.abc import Sequence

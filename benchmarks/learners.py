@@ -1,7 +1,7 @@
-"""Makes the whole update of a run: policy and value model, state donated.
+"""Makes the whole update of a run, of policy and value model.
 
-B trajectories, L tokens, M loss positions. Weights and batch are random. Some
-ratios and values are clipped, others are not.
+B trajectories, L tokens, M loss positions. The state is donated. Weights and
+batch are random. Some ratios and values are clipped, others are not.
 """
 
 import dataclasses
@@ -25,17 +25,23 @@ from stppo_jax.training import components
 
 ALGORITHM = 'token_ppo'
 NUM_TURNS = 4
-_MEDIAN = 1300  # tokens of a dialogue, of at most `waste.LONGEST`
+_MEDIAN = 1300  # the median tokens of a dialogue of up to `waste.LONGEST`
 _WEIGHT_DECAY = 0.01
 
 
 class Sizes(NamedTuple):
   """The sizes of both models and of the batch.
 
-  `chunk` is `updates.head_chunk` of the config, `core_rows` is
-  `updates.core_rows`. Rows have `length` tokens, or, if they are `dialogues`,
-  random lengths in proportion to those of `waste`, the longest of which is
-  `length`.
+  Attributes:
+    vocabulary: the number of vocabulary entries.
+    width: the width of the models.
+    layers: the number of layers of a model.
+    rows: the number of trajectories of the batch.
+    length: the number of tokens of a row with its padding.
+    chunk: the config key `updates.head_chunk`.
+    core_rows: the config key `updates.core_rows`.
+    dialogues: whether trajectories have random lengths of at most `length`, in
+      proportion to the lengths of `waste`. If not, all have `length` tokens.
   """
 
   vocabulary: int
@@ -49,7 +55,7 @@ class Sizes(NamedTuple):
 
   @property
   def shape(self) -> model_config.ModelConfig:
-    """The shape of both models, whose heads are 64 wide from width 256 on."""
+    """The shape of both models; from width 256 on, a head has size 64."""
     head_dim = 64 if self.width >= 256 else min(32, self.width // 2)
     return model_config.ModelConfig(
       vocab_size=self.vocabulary,
@@ -94,7 +100,8 @@ def run_config(sizes: Sizes):
 def random_batch(sizes: Sizes) -> batch_lib.TokenBatch:
   """Returns an annotated batch with random tokens.
 
-  The log-probabilities of the old policy are near those of random weights.
+  The log-probabilities of the old policy are near those that a model with
+  random weights gives.
   """
   batch, _, _ = batches.token_batch(
     rows=sizes.rows, length=sizes.length, num_turns=NUM_TURNS
@@ -136,7 +143,7 @@ class Trainer:
     config: the config of the run.
     shape: the shape of both models.
     batch: the batch, on the host.
-    state: the state of both models; consumed by the next step.
+    state: the training state of both models; the next step donates it.
   """
 
   def __init__(self, sizes: Sizes):
@@ -150,7 +157,7 @@ class Trainer:
     self.state = _with_head(self._learner.start())
 
   def step(self) -> dict[str, float]:
-    """Updates both models; returns the metrics."""
+    """Updates both models on the batch; returns the metrics."""
     self.state, metrics = update_epochs(
       self._learner, self.state, self._placed, 0
     )
@@ -170,7 +177,7 @@ def update_epochs(
   batch: batch_lib.TokenBatch,
   step: int,
 ) -> tuple[state_lib.TrainState, dict[str, float]]:
-  """Makes all updates of a step; returns the new state and their metrics."""
+  """Makes all updates of a step; returns the new state and the metrics."""
   outputs = []
   for rows in learner.minibatches(len(batch.lengths_B), step):
     state, output = learner.update(state, batch, rows, step)

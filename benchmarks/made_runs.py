@@ -38,13 +38,15 @@ def make(
     steps: the number of steps.
     dialogues: the number of dialogues of a step.
     tokens: the number of policy tokens of a turn.
-    detailed: the number of dialogues of a step whose tokens have numbers.
-    questions: the number of different questions of training.
-    evaluated: the number of dialogues of an evaluation, each about a question
-      of its own, which is the same in all evaluations.
+    detailed: the number of dialogues of a step that are recorded with numbers
+      for each token, such as ratios and advantages.
+    questions: the number of different training questions.
+    evaluated: the number of dialogues of an evaluation. Each is about another
+      question. All evaluations have the same questions.
     collapses: whether the reward falls to 0 in the second half.
     algorithm: an entry of the table of algorithms.
-    config: config keys that differ, by dotted name.
+    config: values of config keys that differ from the quickstart's, by dotted
+      name.
 
   Returns:
     The folder.
@@ -97,7 +99,7 @@ def dialogue(
   tokens: int = 8,
   detailed: bool = True,
 ) -> dict[str, Any]:
-  """Returns a dialogue as a line of `trajectories-*.jsonl`."""
+  """Returns the values of a line of `trajectories-*.jsonl`: a dialogue."""
   searches = int(rng.integers(0, 3))
   turns = [_turn(rng, 'search', tokens, detailed) for _ in range(searches)]
   turns.append(_turn(rng, 'answer', tokens, detailed))
@@ -154,7 +156,7 @@ def _evaluation(rng, level):
 
 
 def _metrics(rng, step, level, steps):
-  """Returns a line of metrics.jsonl with the names of a real one."""
+  """Returns the metrics of a step, under the names that a real run uses."""
   noise = lambda size: float(abs(rng.normal(0, size)))
   line: dict[str, Any] = {
     'step': step,

@@ -18,10 +18,10 @@ import numpy as np
 
 MIN_REPEATS = 7
 _WARM_CALLS = 2
-# A sample is long enough that the resolution of the clock is negligible, and so
-# are threads of another library that still spin.
+# A sample is so long that neither the resolution of the clock nor threads of
+# another library that still spin after a call affect its time much.
 SAMPLE_SECONDS = 0.05
-# Samples cannot be trusted if upper quartile / least exceeds this.
+# Samples cannot be trusted if upper quartile / least exceeds this number.
 _DISTURBED = 1.5
 _FLAGS = ('XLA_FLAGS', 'OMP_NUM_THREADS', 'GLIBC_TUNABLES', 'JAX_PLATFORMS')
 
@@ -32,7 +32,7 @@ class Case(NamedTuple):
   Attributes:
     run: the function that is timed. It must not return before its work is done.
     prepare: makes the argument of `run` for each call, and is not timed. None =
-      `run` has no argument, and a sample repeats it for about 50 ms.
+      `run` has no argument, and a sample calls it repeatedly for about 50 ms.
   """
 
   run: Callable[..., Any]
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 def single(call: Callable[[], Any]) -> Case:
-  """Returns a case of a call that is long enough to be a sample by itself."""
+  """Returns a case in which one call of `call` is a whole sample."""
   return Case(lambda _: call(), lambda: None)
 
 
@@ -53,7 +53,7 @@ def once(case: Case) -> tuple[float, Any]:
 
 
 def _sample(case: Case, calls: int) -> float:
-  """Returns the seconds per call."""
+  """Returns the seconds per call in one sample of a case."""
   if case.prepare is not None:
     return once(case)[0]
   case.run()  # so that the processor's caches have the data of this case
@@ -66,7 +66,12 @@ def _sample(case: Case, calls: int) -> float:
 def interleave(
   cases: Mapping[str, Case], *, repeats: int
 ) -> dict[str, np.ndarray]:
-  """Returns seconds per call: `repeats` samples for each case."""
+  """Samples all cases in turn; returns the seconds per call of each sample.
+
+  Args:
+    cases: the cases by name.
+    repeats: the number of rounds, and so of samples of each case.
+  """
   calls = {}
   for name, case in cases.items():
     seconds = [_sample(case, 1) for _ in range(_WARM_CALLS)]
@@ -81,7 +86,7 @@ def interleave(
 
 
 def milliseconds(seconds: np.ndarray) -> str:
-  """Returns 'median (least-greatest)' in milliseconds."""
+  """Returns the text 'median (least-greatest)', in milliseconds."""
   low, middle, high = 1e3 * np.quantile(seconds, (0, 0.5, 1))
   return f'{middle:.2f} ({low:.2f}-{high:.2f})'
 
@@ -110,7 +115,7 @@ class Quotient(NamedTuple):
 
   Attributes:
     median: the median of the quotients of the rounds.
-    low, high: the bounds of their middle half.
+    low, high: the first and the third quartile of these quotients.
     least: the quotient of the shortest samples, which other work on the
       machine disturbs the least.
   """
@@ -127,7 +132,11 @@ class Quotient(NamedTuple):
 def against(
   seconds: Mapping[str, np.ndarray], above: str, below: str
 ) -> tuple[str, ...]:
-  """Returns the cells of a comparison: both times, and their quotients."""
+  """Returns the cells of a comparison of two cases for a table.
+
+  The cells are the time of `below`, the time of `above`, the quotient
+  above / below, and the quotient of their shortest samples.
+  """
   found = quotient(seconds[above], seconds[below])
   times = (milliseconds(seconds[name]) for name in (below, above))
   return (*times, str(found), f'{found.least:.2f}')
@@ -136,25 +145,25 @@ def against(
 def comparison(
   seconds: Mapping[str, np.ndarray], above: str, below: str, goal: str = ''
 ) -> str:
-  """Returns the line about the quotient of two cases, and its goal if any."""
+  """Returns a line with the quotient above / below and its goal, if any."""
   found = quotient(seconds[above], seconds[below])
   line = f'{above} / {below}: {found}; of the least {found.least:.3f}'
   return f'{line}; goal: {goal}' if goal else line
 
 
 def quotient(above: np.ndarray, below: np.ndarray) -> Quotient:
-  """Returns the quotient of two cases, sampled in the same rounds."""
+  """Returns the quotient of two cases that were sampled in the same rounds."""
   low, middle, high = np.quantile(above / below, (0.25, 0.5, 0.75))
   least = np.min(above) / np.min(below)
   return Quotient(*(float(x) for x in (middle, low, high, least)))
 
 
 def parser(name: str, **numbers: int) -> argparse.ArgumentParser:
-  """Returns a parser of `--cores`, and of other flags that are numbers.
+  """Returns a parser of `--cores`, and of other flags that are integers.
 
   Args:
-    name: the module of the benchmark.
-    **numbers: the defaults of the other flags.
+    name: the name of the benchmark's module.
+    **numbers: the default of each other flag.
   """
   made = argparse.ArgumentParser(prog=f'python -m benchmarks.{name}')
   for flag, default in numbers.items():
@@ -179,12 +188,13 @@ def start(
 ) -> argparse.Namespace:
   """Parses flags, binds this process to some cores, and prints the machine.
 
-  It must be called before jax counts the cores.
+  This function must be called before jax counts the cores.
 
   Args:
-    parser: what `parser` returned, perhaps with further flags.
-    arguments: the flags; None = those of the process.
-    **versions: versions of other libraries.
+    parser: a parser that the function `parser` returned; it may have further
+      flags.
+    arguments: the command line; None = the command line of this process.
+    **versions: the versions of other libraries, which are printed too.
 
   Returns:
     The values of the flags. `cores` is the number of cores in use.

@@ -8,8 +8,9 @@ gives the mean, the 99th percentile and the maximum, over the sampled tokens, of
 |log-probability in the engine - log-probability in the trainer|. The limits of
 `training/checks.py` come from this table.
 
-The models are the trained model of the quickstart, and one with random weights.
-With flags of a config, it is the quickstart with these flags instead.
+The models are the trained model of the quickstart, and a model with random
+weights. If the command has flags of a config, the only model is the quickstart
+with these flags.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ HEADER = ('model', 'dtype', 'mean', '99%', 'largest')
 
 
 def _random(num_layers: int) -> tuple[str, ...]:
-  """Returns the flags of a model with random weights, and of longer turns."""
+  """Returns config flags for a model with random weights and for long turns."""
   keys = {
     'model.path': '',
     'model.hidden_size': 64,
@@ -54,7 +55,11 @@ CASES: Mapping[str, Sequence[str]] = {
 
 
 def differences(flags: Sequence[str]) -> tuple[float, ...]:
-  """Returns mean, 99th percentile and maximum for a config with these flags."""
+  """Returns mean, 99th percentile and maximum of the differences for a config.
+
+  Args:
+    flags: the flags of the config, which is otherwise the quickstart.
+  """
   # An algorithm without a value model, which a collection does not need.
   flags = (f'--config={_CONFIG}:reinforce', *flags)
   config = configuration.parse(flags)
@@ -69,7 +74,11 @@ def differences(flags: Sequence[str]) -> tuple[float, ...]:
 
 
 def run(cases: Mapping[str, Sequence[str]]) -> str:
-  """Returns the table of these models, each with its flags."""
+  """Returns the table of differences.
+
+  Args:
+    cases: the config flags of each model, by the name of the model.
+  """
   lines = [
     (name, dtype, *(f'{x:.1e}' for x in found))
     for name, flags in cases.items()

@@ -1,12 +1,13 @@
-"""Measures what `configs/own.py` learns of questions and passages of one's own.
+"""Measures what `configs/own.py` learns from a user's questions and passages.
 
     python -m benchmarks.own_data QUESTIONS.jsonl PASSAGES.jsonl FOLDER
 
-It holds out a quarter of the questions, trains on the others, on two cores and
-with an empty cache of compiled programs, and evaluates the supervised start and
-the trained policy on both parts: greedy and sampled. If it is stopped, the same
-command goes on. Seconds of the CPU say what a machine that others use would
-have taken alone: half of them, if both cores were busy all the time.
+The benchmark holds out a quarter of the questions, and trains on the others, on
+two cores and with an empty cache of compiled programs. Then it evaluates the
+supervised start and the trained policy on both parts, greedily and by sampling.
+If the benchmark is stopped, the same command goes on. On a machine with other
+work, the CPU seconds tell how long an idle machine would have taken: half of
+them, if both cores were busy all the time.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ import time
 from benchmarks import measure
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_GOAL = 1500  # seconds on two cores
-_HELD_OUT = 4  # one question in so many
+_GOAL = 1500  # the most seconds on two cores
+_HELD_OUT = 4  # one question in four is held out
 _SCORE = 'substring_match'
 _SETS = {'test': 'held out', 'train': 'trained on'}
 _SAMPLES = {'greedy': [], 'sampled': ['--samples=1']}
@@ -34,12 +35,13 @@ def split(
 ) -> None:
   """Writes the files that `configs/own.py` reads.
 
-  A question is held out because of its id, so never in only some of the runs.
+  The id of a question decides whether the question is held out, so the same
+  questions are held out in all runs.
 
   Args:
-    questions: a file of questions with ids, as docs/data.md describes it.
-    passages: their passages.
-    data: the folder that is written.
+    questions: a file of questions with ids, in the form of docs/data.md.
+    passages: the file of passages for these questions.
+    data: the folder in which the files are written.
   """
   parts: dict[str, list[str]] = {name: [] for name in _SETS}
   for line in questions.read_text('utf-8').splitlines():
@@ -64,8 +66,10 @@ def report(
   """Returns the tables of the scores and of the seconds.
 
   Args:
-    folder: holds the folder `data`, and gets the run and its evaluations.
-    questions: the number of questions that are asked of each part.
+    folder: the folder that has the folder `data`; the run and its evaluations
+      are written into it, too.
+    questions: the number of held-out questions, and of training questions, that
+      are evaluated.
     cores: the number of cores in use.
     arguments: further arguments of `train`.
   """
@@ -113,16 +117,17 @@ def report(
 def _spent(
   folder: pathlib.Path, name: str, arguments: Sequence[str]
 ) -> list[float]:
-  """Runs a command unless that is done; returns its seconds and CPU seconds.
+  """Runs a command unless it is done; returns its seconds and CPU seconds.
 
-  They are kept in a file, so that those of an attempt that was stopped count.
+  The seconds are kept in a file, so that the seconds of attempts that were
+  stopped count, too.
   """
   path = folder / 'seconds.json'
   known = json.loads(path.read_text('utf-8')) if path.exists() else {}
   *spent, done = known.get(name, (0.0, 0.0, False))
   if done:
     return spent
-  start, before = time.monotonic(), sum(os.times()[2:4])  # of children
+  start, before = time.monotonic(), sum(os.times()[2:4])  # CPU of children
   try:
     subprocess.run(
       [sys.executable, '-m', 'stppo_jax', *arguments],

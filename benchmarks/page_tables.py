@@ -16,11 +16,13 @@ def main(
   """Prints lines of a table, and puts them into the page with `--write`.
 
   Args:
-    title: the table stands between the comments `title` and `end of title`. Its
-      benchmark is the module of this name.
-    line: returns the line of a name, after compiling programs for TPU.
-    names: the names of all lines, in order. `@` is a space in the first cell.
-    doc: the help.
+    title: the title of the table, which stands in the page between the comments
+      `title` and `end of title`. The benchmark's module has this name, too.
+    line: a function that compiles programs for a TPU slice and returns a line.
+      It takes the name of the line.
+    names: the names of all lines, in order. The first cell of a line is the
+      line's name with a space in place of `@`.
+    doc: the help text of the command.
   """
   parser = argparse.ArgumentParser(
     description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -33,14 +35,15 @@ def main(
     import jax
 
     jax.config.update('jax_platforms', 'cpu')
-    # The cache could store a program for absent chips, but not load it.
+    # The cache of compiled programs can store, but not load, a program for
+    # chips that this machine does not have.
     jax.config.update('jax_enable_compilation_cache', False)
     print(line(flags.name))
     return
   module = f'benchmarks.{title.replace(" ", "_")}'
   for name in names:
     if flags.only in name:
-      # Each line has its own process, which gives its memory back at its end.
+      # Each line is made in a process of its own, whose end frees its memory.
       done = subprocess.run(
         [sys.executable, '-m', module, f'--name={name}'],
         cwd=_ROOT,
@@ -56,7 +59,7 @@ def main(
 
 
 def with_row(text: str, title: str, row: str, names: Iterable[str]) -> str:
-  """Returns a page with a row in place of that with the same first cell.
+  """Returns a page with a row that replaces the row with the same first cell.
 
   Args:
     text: the page.
@@ -73,7 +76,7 @@ def with_row(text: str, title: str, row: str, names: Iterable[str]) -> str:
 
 
 def replaced(text: str, title: str, made: str) -> str:
-  """Returns a page with another text between the two comments of a title."""
+  """Returns a page with the text `made` between the two comments of a title."""
   begin, end = f'<!-- {title} -->', f'<!-- end of {title} -->'
   before, _, rest = text.partition(begin)
   return f'{before}{begin}\n{made}\n{end}{rest.partition(end)[2]}'

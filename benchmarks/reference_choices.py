@@ -5,11 +5,12 @@
     python -m benchmarks.reference_choices --batch=runs/far.npz
 
 The choices are those of configs/reference.py, and the mean of the means of
-microbatches, with which no run trains here. Each line changes one of them, the
-last one all. The gradient is that of the log-probabilities; `cosine` is its
-angle to the gradient with our choices, `norm` its norm over the norm of ours.
-The parts of the batch that stand for microbatches have 16 trajectories each,
-in the order of the batch.
+microbatches, with which no run of this code trains. Each line of the table has
+our choices except for one, and the last line has all choices of the authors.
+The gradient is the derivative of the loss by the log-probabilities. `cosine` is
+the cosine of its angle to the gradient with our choices, and `norm` is its norm
+divided by the norm of that gradient. The parts of the batch that stand for
+microbatches have 16 trajectories each, in the order of the batch.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def rows(arrays: saved_batch.Arrays) -> list[tuple[str, ...]]:
   changes: dict[str, dict[str, Any]] = {
     f'{key.removeprefix("algorithm.")} = {value}': {key: value}
     for key, value in (reference.ALWAYS | reference.WITH_VALUES).items()
-    # One batch is one minibatch.
+    # The whole batch is one minibatch, so shuffling has no effect here.
     if key != 'updates.shuffle'
   }
   changes = {'ours': {}, _MEANS: {_MEANS: True}, **_together(changes)}
@@ -75,7 +76,7 @@ def rows(arrays: saved_batch.Arrays) -> list[tuple[str, ...]]:
 
 
 def _together(changes: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the changes, with those that need each other as one."""
+  """Returns the changes; two changes that need each other become one change."""
   observations = 'advantage.observation_tokens = included'
   critic = 'advantage.critic_tokens = response'
   both = changes[observations] | changes[critic]
@@ -87,7 +88,12 @@ def _together(changes: Mapping[str, Any]) -> dict[str, Any]:
 def _gradient(
   change: Mapping[str, Any], arrays: saved_batch.Arrays
 ) -> tuple[np.ndarray, int]:
-  """Returns the gradient, and the number of tokens that train the critic."""
+  """Returns the gradient, and the number of tokens that train the critic.
+
+  Args:
+    change: the config keys that differ from our choices, with their values.
+    arrays: the saved batch.
+  """
   options: Any = config_dict.ConfigDict(
     copy.deepcopy(algorithms_lib.ALGORITHMS[_ALGORITHM])
   )
@@ -116,7 +122,14 @@ def _of_parts(
   arrays: saved_batch.Arrays,
   mean_of_means: bool,
 ) -> np.ndarray:
-  """Returns the gradient that microbatches add up to."""
+  """Returns the gradient of the batch, summed over microbatches if needed.
+
+  Args:
+    algorithm: the algorithm.
+    arrays: the arrays of the batch that the algorithm needs.
+    mean_of_means: whether every microbatch with policy tokens has the same
+      weight. If False, a microbatch weighs as many as its policy tokens.
+  """
   gradient = functools.partial(
     lab.loss_and_gradient, algorithm, entropy_coefficient=0.0
   )

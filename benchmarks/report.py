@@ -2,9 +2,9 @@
 
     python -m benchmarks.report
 
-A run of 500 steps with 5,000 dialogues is made up, whose tokens all have
-numbers. Its report is written, and opened in Chromium if that and the package
-playwright are installed.
+A run of 500 steps with 5,000 dialogues is made up. Its records have numbers for
+each token, such as ratios and advantages. Its report is written, and opened in
+Chromium if Chromium and the package playwright are installed.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def write_report(folder: pathlib.Path, page: pathlib.Path) -> float:
 
 
 def load(browser: Any, page: pathlib.Path) -> tuple[float, float]:
-  """Returns the seconds until dialogues are shown, and of a search in them."""
+  """Returns the seconds until dialogues are shown, and those of a search."""
   opened = browser.new_page()
   start = time.perf_counter()
   opened.goto(page.resolve().as_uri() + '#tab=dialogues')
@@ -52,9 +52,9 @@ def pages(steps: int, dialogues: int, tokens: int) -> list[str]:
   """Returns the lines about the report of a run.
 
   Args:
-    steps: the steps of the run.
-    dialogues: the dialogues of a step.
-    tokens: the policy tokens of a turn.
+    steps: the number of steps of the run.
+    dialogues: the number of dialogues of a step.
+    tokens: the number of policy tokens of a turn.
   """
   with tempfile.TemporaryDirectory() as name:
     folder = made_runs.make(

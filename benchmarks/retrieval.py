@@ -6,13 +6,13 @@
 The passages are those of FILE, or random: 100 words each, from a Zipf
 distribution. Queries are words of random passages.
 
-`search` times calls of 100 queries in this process. The peer is bm25s itself
-with the same index, words and numpy backend; the scores of both are asserted to
-be equal to 1e-5 before anything is timed.
+`search` times calls of 100 queries in this process. Our search is compared with
+bm25s itself, with the same index, words and numpy backend. Before anything is
+timed, the scores of both are asserted to be equal within 1e-5.
 
-`http` runs `serve` as a process, and 64 clients in this one, each of which
-sends one query after the other. Both share the cores. The rate depends on other
-work of the machine, but the CPU time of a query does not.
+`http` runs `serve` as a process, and 64 clients in this process, each of which
+sends one query after the other. Both processes share the cores. The rate
+depends on other work of the machine, but the CPU time of a query does not.
 
 `index` runs `index` on 100,000 random passages as a process, and measures the
 time from opening the memory-mapped index to its first answer.
@@ -53,7 +53,7 @@ _GOALS = {'search': 0.8, 'http': 500.0, 'index': 60.0, 'open': 1.0}
 _BATCH = 100  # queries of a call
 _CLIENTS = 64
 _TOPK = 3
-_LARGE = 100_000  # passages of the index that is built
+_LARGE = 100_000  # the number of passages of the index that is built
 _ASKED_IN_OUTAGE = 300
 _OUTAGE = 1.0  # seconds
 
@@ -71,7 +71,7 @@ def random_passages(size: int, *, seed: int) -> list[types.Passage]:
 def random_queries(
   passages: Sequence[types.Passage], size: int, *, seed: int
 ) -> list[str]:
-  """Returns queries of eight words of a passage each."""
+  """Returns queries, each of eight words of one random passage."""
   rng = np.random.default_rng(seed)
   queries = []
   for n in rng.integers(len(passages), size=size):
@@ -82,7 +82,7 @@ def random_queries(
 
 
 def search(passages: Sequence[types.Passage], *, repeats: int) -> str:
-  """Returns the table of queries per second in this process."""
+  """Returns a table of queries per second, which this process answers."""
   queries = random_queries(passages, _BATCH, seed=1)
   ours = bm25.Bm25Index(passages)
   peer = bm25s.BM25(k1=0.9, b=0.4, backend='numpy')
@@ -90,7 +90,7 @@ def search(passages: Sequence[types.Passage], *, repeats: int) -> str:
   peer.index(texts, show_progress=False)
 
   def ask_peer() -> tuple:
-    # Both sides split the query into words.
+    # Our search splits queries into words, so the time of bm25s includes this.
     words = [list(dict.fromkeys(bm25.words_of(query))) for query in queries]
     return peer.retrieve(
       words, k=_TOPK, show_progress=False, backend_selection='numpy'
@@ -157,7 +157,7 @@ def retriever(url: str, **options) -> client.HttpRetriever:
 
 
 async def _ask(url: str, queries: Sequence[str], *, clients: int) -> np.ndarray:
-  """Returns the seconds of each query, asked by some clients at a time."""
+  """Returns the seconds of each query; `clients` ask at the same time."""
   # Each client has its own connections, and sends one query after the other.
   asking = [retriever(url) for _ in range(clients)]
   seconds = []
@@ -204,7 +204,8 @@ def _cpu_seconds(pid: int) -> float:
   """Returns the CPU time of a process and of its running children."""
   place = pathlib.Path('/proc') / str(pid)
   children = (place / 'task' / str(pid) / 'children').read_text('utf-8')
-  # The fields after the name, which is in brackets and may hold spaces.
+  # The fields after the name of the process, which may contain spaces and is in
+  # brackets.
   fields = (place / 'stat').read_text('utf-8').rpartition(')')[2].split()
   ticks = int(fields[11]) + int(fields[12])  # user and system
   own = ticks / os.sysconf('SC_CLK_TCK')
@@ -239,7 +240,7 @@ def index(folder: pathlib.Path, *, size: int) -> str:
 
 
 def outage(folder: pathlib.Path, queries: Sequence[str]) -> str:
-  """Returns the line about a server that goes away."""
+  """Returns the line about queries to a server that is killed and restarted."""
   before = threading.active_count(), _sockets()
   answered, latencies = asyncio.run(_in_outage(folder, queries))
   after = threading.active_count(), _sockets()
@@ -292,10 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and on which machine."""
   parser = measure.parser(
     'retrieval',
-    passages=16_223,  # if random
-    large=_LARGE,  # of `index`
-    queries=2000,  # of `http`
-    workers=2,  # of `http`
+    passages=16_223,  # random passages, if there is no --corpus
+    large=_LARGE,  # passages of the part `index`
+    queries=2000,  # queries of the part `http`
+    workers=2,  # workers of the server in the part `http`
     repeats=measure.MIN_REPEATS,
   )
   parser.add_argument('--only', nargs='+', choices=PARTS, default=PARTS)

@@ -7,9 +7,10 @@ from typing import Any
 
 from benchmarks import same_numbers
 
-# Metrics of times, and metrics that count the faults themselves. They include
-# the number of queries that were sent, because a process that is started again
-# has an empty cache of answers.
+# The first words of metrics that are not compared: metrics of times, and
+# metrics that count the faults themselves. The number of queries that were sent
+# is not compared either, because a process that is started again has an empty
+# cache of answers.
 _LEFT_OUT = (
   *same_numbers.TIMES,
   'retrieval/failures',
@@ -26,8 +27,10 @@ def differences(
   """Yields a line for each difference between the folders of two runs.
 
   Args:
-    disturbed, undisturbed: the folders.
-    may_lack: whether the first may lack lines and dialogues.
+    disturbed: the folder of the run that faults have struck.
+    undisturbed: the folder of the run without faults.
+    may_lack: whether the run with faults may lack lines of metrics and
+      dialogues.
   """
   name = 'policy/model.safetensors'
   if (disturbed / name).read_bytes() != (undisturbed / name).read_bytes():
@@ -44,7 +47,8 @@ def differences(
       yield f'metrics of step {step}: {", ".join(sorted(names)[:3])}'
   for path in sorted(undisturbed.glob('trajectories-*.jsonl')):
     ours_path = disturbed / path.name
-    # On a full disk none of the lines is written; otherwise all are.
+    # On a full disk, a file of dialogues is missing or empty. Otherwise it has
+    # all lines.
     if not ours_path.is_file() or not ours_path.stat().st_size:
       if not may_lack:
         yield f'{path.name}: missing'
@@ -53,7 +57,7 @@ def differences(
 
 
 def _metrics(workdir: pathlib.Path) -> dict[int, dict[str, Any]]:
-  """Returns the metrics of each step, without those of `_LEFT_OUT`."""
+  """Returns the metrics of each step, without the metrics of `_LEFT_OUT`."""
   return {
     line['step']: {k: x for k, x in line.items() if not k.startswith(_LEFT_OUT)}
     for line in same_numbers.json_lines(workdir / 'metrics.jsonl')
@@ -61,7 +65,7 @@ def _metrics(workdir: pathlib.Path) -> dict[int, dict[str, Any]]:
 
 
 def steps(workdir: pathlib.Path) -> list[int]:
-  """Returns the steps of which a run has checkpoints."""
+  """Returns the steps for which a run has checkpoints."""
   folder = workdir / 'checkpoints'
   names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
   return [int(name) for name in names if name.isdecimal()]

@@ -9,8 +9,8 @@ algorithm that `--runs` names, collects one batch of the quickstart with
 only the files of their checkout, under the Python of this process. These must
 be equal, bit for bit:
 
-- every number of metrics.jsonl except the times; `RENAMED` has the names of
-  metrics that are others today,
+- every number of metrics.jsonl except the times; `RENAMED` lists metrics whose
+  names have changed,
 - every trajectory that the run wrote, in training and evaluations: texts,
   rewards, scores, status, and numbers of tokens,
 - every array of the collected batch, its token ids among them,
@@ -35,15 +35,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import numpy as safetensors
 
-# Metrics that depend on the clock and so differ between any two runs.
+# The first words of metrics that depend on the clock, and so differ between any
+# two runs.
 TIMES = (
   *('timing_s/', 'perf/', 'goodput/', 'hosts/', 'retrieval/latency'),
   'retrieval/outage_s',
 )
-# The old name of a metric to its name today.
+# The old name of a metric -> its name today.
 RENAMED: Mapping[str, str] = {}
-_SHOWN = 3  # differences that a line names
-# A smaller evaluation than the quickstart's, at the same steps.
+_SHOWN = 3  # the most differences that a line names
+# Evaluations are at the same steps as in the quickstart, but smaller.
 _SMALL = ['--config.evaluate.num_questions=64']
 
 
@@ -52,8 +53,8 @@ class Run(NamedTuple):
 
   Attributes:
     algorithm: the name of the algorithm, with the options of the quickstart.
-    command: the command that trains.
-    flags: its further flags.
+    command: the command that trains: `train`, `sft` or `prefer`.
+    flags: further flags of this command.
     hosts: the number of processes that train together.
   """
 
@@ -70,7 +71,8 @@ RUNS = {
     command='sft',
     flags=(
       '--config.model.path=',
-      # One step of each kind, and then demonstrations with errors.
+      # One step with questions of one hop, one step without errors, and then
+      # demonstrations with errors.
       '--config.sft.clean_one_hop_steps=1',
       '--config.sft.clean_steps=1',
     ),
@@ -93,7 +95,7 @@ class Comparison(NamedTuple):
 
   Attributes:
     subject: what was compared.
-    count: the number of compared numbers, arrays or files.
+    count: how many values, arrays or files were compared.
     differences: a text for each difference; empty if all are equal.
   """
 
@@ -118,9 +120,9 @@ def compare_lines(
   """Compares metrics or trajectories that two runs wrote, without the times.
 
   Args:
-    old: the JSON lines of each file, by file name.
+    old: the values of the JSON lines of each file of one run, by file name.
     new: the same for the other run.
-    subject: the subject of the result.
+    subject: the name of what is compared, for the result.
   """
   differences, count = _missing(old, new), 0
   for file in old.keys() & new.keys():
@@ -136,7 +138,8 @@ def compare_lines(
         if name not in before or name not in after:
           side = 'old' if name in before else 'new'
           differences.append(f'{text} is in {side} only')
-        # Their texts tell -0.0 from 0.0, and 1 from 1.0; nan equals nan.
+        # The texts of values are compared, because the texts of -0.0 and 0.0,
+        # and of 1 and 1.0, differ, and the texts of two nan are equal.
         elif repr(before[name]) != repr(after[name]):
           is_number = isinstance(before[name], int | float)
           numbers = f' {before[name]!r}, now {after[name]!r}'
@@ -163,15 +166,18 @@ def compare_arrays(
 
 
 def _entry_bytes(x: np.ndarray) -> np.ndarray:
-  """Returns a row of bytes for each entry: nan equals nan, -0.0 is not 0.0."""
+  """Returns a row of bytes for each entry of an array.
+
+  Compared by these bytes, a nan can equal a nan, and -0.0 differs from 0.0.
+  """
   return np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, x.itemsize)
 
 
 def compare_golden(old: pathlib.Path, new: pathlib.Path) -> Comparison:
   """Compares the files of two folders: archives and JSON by their contents.
 
-  Python files are left out: the scripts that make the others may change. So are
-  files that only the second folder has, which have nothing to be compared with.
+  Python files are not compared, because the scripts that make the other files
+  may change. Files that only the second folder has are not compared either.
   """
   folders = [_data_files(folder) for folder in (old, new)]
   differences = [x for x in _missing(*folders) if x.endswith('old only')]
@@ -211,12 +217,17 @@ def _npz(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def json_lines(path: pathlib.Path) -> list[Any]:
-  """Returns the values of a file that has one on each line."""
+  """Returns the JSON values of the lines of a file."""
   return [json.loads(line) for line in path.read_text('utf-8').splitlines()]
 
 
 def _lines(workdir: pathlib.Path, pattern: str) -> dict[str, list[Any]]:
-  """Returns the values of files of a run, by file name."""
+  """Returns the values of the JSON lines of each file of a run, by file name.
+
+  Args:
+    workdir: the folder of the run.
+    pattern: the glob pattern of the files.
+  """
   return {path.name: json_lines(path) for path in workdir.glob(pattern)}
 
 
@@ -224,7 +235,7 @@ def _call(checkout: pathlib.Path, *arguments: str, hosts: int = 1) -> None:
   """Runs a command of a checkout, in one process or as several hosts.
 
   Raises:
-    SystemExit: with code 2 if the command fails, whose output is printed.
+    SystemExit: with code 2 if the command fails; its output is printed first.
   """
   # -P and PYTHONPATH keep an installed copy of the package from being imported.
   command = [sys.executable, '-P', '-m', 'stppo_jax', *arguments]
@@ -251,7 +262,7 @@ def _call(checkout: pathlib.Path, *arguments: str, hosts: int = 1) -> None:
 
 
 def _places(hosts: int) -> list[list[str]]:
-  """Returns the flags with which each host finds the others."""
+  """Returns, for each host, the flags with which it finds the other hosts."""
   if hosts == 1:
     return [[]]
   with socket.socket() as probe:

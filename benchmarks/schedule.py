@@ -1,4 +1,4 @@
-"""Counts what the engine reads and decodes that is not needed.
+"""Counts how much of what the engine reads and decodes is needed.
 
     python -m benchmarks.schedule
 
@@ -6,26 +6,29 @@ The engine of a run schedules dialogues with random lengths; its programs are
 replaced by counters and a clock. In the table, `read` is the share of the
 keys and values read in decode that belong to a decoding dialogue, `busy` is
 the share of the decoded places that give a token, and `seconds` the time on the
-clock. The lines: waves and refilled slots that read the cache in four pages up
-to the longest dialogue of a call; refilled slots that read live pages; and
-these with twice as many dialogues as places and the same memory, where a
-dialogue that waits for its observation gives its place to another.
+clock. The first two lines are about waves and about refilled slots that read
+the cache in four pages, up to the longest dialogue of a call. The third line is
+about refilled slots that read only live pages. In the last line, slots with
+live pages have twice as many dialogues as a call has places, and the same
+memory: a dialogue that waits for its observation gives its place to another
+dialogue.
 
 The second table is about new weights after every 32 dialogues of a host, which
 are a step of 512 on 16 hosts. `between steps`: all dialogues of a step end
-before the next one begins. The others go on with dialogues of the next step,
-and no turn has tokens of two versions. `pause`: no turn begins until all have
-ended.
-`two versions`: turns begin with the newest weights, and while turns of two
-versions are written, each chunk is two calls, which both read their weights
-(`rollout.turn_swaps=keep`). `recomputed`: the same, and keys and values are
-made again with the new weights. The columns are the seconds of a step; long
-turns are log-normal with sigma 1 and have up to 2,000 tokens.
+before the next step begins. In the other cases, slots go on with dialogues of
+the next step, and no turn has tokens of two versions of the weights. `pause`:
+no turn begins until all turns have ended. `two versions`: turns begin with the
+newest weights. While turns of two versions are written, each chunk is two
+calls, which both read their weights (`rollout.turn_swaps=keep`). `recomputed`:
+the same, and keys and values are made again with the new weights. The columns
+are the seconds of a step; long turns are log-normal with sigma 1 and have up to
+2,000 tokens.
 
 Dialogues: a prompt of 100 tokens, 2 to 5 turns, log-normal around 170 tokens
 (sigma 0.6), observations of about 420 tokens, at most 4,096 tokens together; a
 search takes 250 ms. The clock: a host of v5e:8x8 decodes a 7B model on 4 chips,
-bound by its memory, and appends at half of its peak. Nothing is timed.
+as fast as the bandwidth of their memory allows, and appends tokens at half of
+their peak rate of operations. Nothing is timed.
 """
 
 from collections.abc import Sequence
@@ -48,9 +51,9 @@ from stppo_jax.sampling import stops
 MAX_LENGTH, PROMPT, OBSERVATION, MAX_TURN = 4096, 100, 420, 500
 SEARCH_SECONDS = 0.25
 _CHUNK = 16
-# A 7B model on 4 chips of v5e, per chip.
-_WEIGHTS = 15.2e9 / 4  # bytes
-_PER_TOKEN = 57_344 / 4  # bytes of keys and values
+# The numbers of one chip, for a 7B model on 4 chips of v5e.
+_WEIGHTS = 15.2e9 / 4  # bytes of weights
+_PER_TOKEN = 57_344 / 4  # bytes of keys and values of a token
 _BANDWIDTH, _OPERATIONS = 819e9, 0.5 * 197e12  # per second
 _GOAL_READ, _GOAL_BUSY = 0.9, 0.85
 
@@ -59,15 +62,14 @@ class Case(NamedTuple):
   """How the engine works.
 
   Attributes:
-    name: the first column.
-    slots: dialogues that have a slot.
-    places: most dialogues of a call; 0: all slots.
+    name: the text of the first column.
+    slots: the number of slots.
+    places: the most dialogues that a call decodes; 0 = as many as slots.
     waves: whether slots are filled in waves.
-    page: tokens of a page.
-    live: whether a kernel reads only pages that a dialogue has begun.
-    pages: pages of all dialogues; 0: as many as full slots need.
-    swap: what new weights after each step of dialogues wait for, see `SWAPS`;
-      '': there are none.
+    page: the number of tokens of a page.
+    live: whether a kernel reads only pages that have tokens of a dialogue.
+    pages: the number of pages of all dialogues; 0 = as many as full slots need.
+    swap: when turns get new weights, see `SWAPS`; '' without new weights.
   """
 
   name: str
@@ -87,7 +89,7 @@ CASES = (
   Case('2 slots a place, same memory', 64, 32, False, 128, True, 1024),
 )
 HEADER = ('engine', 'read', 'busy', 'seconds')
-_STEP = 32  # dialogues of a host in a step
+_STEP = 32  # the number of dialogues of a host in a step
 _LIVE = Case('', 32, 0, False, 128, True)
 SWAPS = tuple(
   _LIVE._replace(
@@ -103,7 +105,8 @@ SWAPS = tuple(
     ('two versions', 'keep'),
     ('two versions, recomputed', 'recompute'),
   )
-  if slots == 32 or swap != 'never'  # a step has no more dialogues
+  # With 'never', a step has 32 dialogues, which need no more than 32 slots.
+  if slots == 32 or swap != 'never'
 )
 # Sigma and the most tokens of a turn, by the name of the column.
 TURNS = {'usual turns': (0.6, MAX_TURN), 'long turns': (1.0, 2000)}
@@ -111,7 +114,13 @@ TURNS = {'usual turns': (0.6, MAX_TURN), 'long turns': (1.0, 2000)}
 
 @dataclasses.dataclass
 class _Dialogue:
-  """A dialogue that is written: tokens left of its turns, and observations."""
+  """A dialogue that is being written.
+
+  Attributes:
+    turns: the number of tokens that each turn still needs.
+    observations: the number of tokens of each observation that is still due.
+    length: the number of tokens so far.
+  """
 
   turns: list[int]
   observations: list[int]
@@ -121,7 +130,7 @@ class _Dialogue:
 def dialogues(
   count: int, *, seed: int, sigma: float = 0.6, longest: int = MAX_TURN
 ) -> list[_Dialogue]:
-  """Returns the lengths of random dialogues."""
+  """Returns random dialogues, of which only the lengths are known."""
   rng, made = np.random.default_rng(seed), []
   while len(made) < count:
     number = int(rng.integers(2, 6))
@@ -134,7 +143,7 @@ def dialogues(
 
 
 class _Counters:
-  """Stands in for the compiled programs of an engine."""
+  """Takes the place of an engine's compiled programs; counts their work."""
 
   shards, table_ZV, takes_any_number = 1, None, True
   num_hosts = 1
@@ -228,7 +237,8 @@ def collect(case: Case, rows: Sequence[_Dialogue]) -> _Counters:
         if swaps and version < (len(rows) - left + 1) // _STEP:
           version += 1
           if case.swap == 'pause':
-            # No other dialogue begins in its slot before all turns have ended.
+            # The dialogue keeps its slot, so that no other dialogue begins
+            # there before all turns have ended.
             pauses = True
             row.turns.append(0)
             heapq.heappush(due, (counters.seconds, number))
@@ -251,7 +261,7 @@ def _engine(case: Case, counters: _Counters) -> engine_lib.Engine:
   programs: Any = counters
   swaps = 'never' if case.swap in ('', 'pause') else case.swap
   return collectors.engine(
-    functional.Model(waste.SHAPE, 'vocabulary'),  # it gets no weights
+    functional.Model(waste.SHAPE, 'vocabulary'),  # never computes anything
     stops.build((b'a',) * 8, stop_strings=('a',), eos_ids=[7]),
     make_driver=lambda _, options: slot_driver.SlotDriver(programs, options),
     slots=case.slots,
@@ -270,11 +280,11 @@ def _engine(case: Case, counters: _Counters) -> engine_lib.Engine:
 
 
 def run(*, count: int, seeds: int) -> tuple[str, bool]:
-  """Returns the table, and whether the last line reaches the goals.
+  """Returns the first table, and whether its last line reaches the goals.
 
   Args:
-    count: dialogues of a host.
-    seeds: collections of each line.
+    count: the number of dialogues of a host.
+    seeds: the number of collections that a line is the mean of.
   """
   lines, good = [], False
   for case in CASES:
@@ -293,10 +303,10 @@ def run(*, count: int, seeds: int) -> tuple[str, bool]:
 
 
 def run_swaps(*, steps: int, seeds: int) -> str:
-  """Returns the table about new weights.
+  """Returns the second table, which is about new weights.
 
   Args:
-    steps: steps that are collected one after the other.
+    steps: the number of steps that are collected one after the other.
     seeds: see `run`.
   """
   lines = []
@@ -315,7 +325,7 @@ def run_swaps(*, steps: int, seeds: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints the shares, and whether the goals are reached."""
+  """Prints both tables, and whether the goals are reached."""
   flags = measure.start(measure.parser('schedule', steps=3), arguments)
   table, good = run(count=128, seeds=flags.steps)
   print(f'{table}\n\n{"goals reached" if good else "a goal is missed"}\n')

@@ -3,11 +3,12 @@
     python -m benchmarks.side_by_side
     python -m benchmarks.side_by_side --scale=0.1 --steps=12
 
-Two processes are the two parts of a run, with its queue, its publishing, its
-votes and a tiny model. Each phase lasts as long as that of a large model would,
-times `--scale`: the process does the work of the tiny model and sleeps for the
-rest. The large run is a 7B model on 16 hosts of v5e:8x8, of which each has four
-chips, by `plan` and `benchmarks.schedule`:
+Two processes are the two parts of a run with a tiny model: hosts that learn,
+and hosts that collect. Their queue, publishing and votes are those of any run.
+Each phase lasts as long as the same phase of a large model would, times
+`--scale`: the process does the work of the tiny model and sleeps for the rest.
+The large run is a 7B model on 16 hosts of v5e:8x8, of which each has four
+chips. Its times are from `plan` and `benchmarks.schedule`:
 
 - in turn, 16 hosts collect in 35 s, of which they wait 7 s for the last
   dialogues, and learn in 39 s;
@@ -18,9 +19,10 @@ chips, by `plan` and `benchmarks.schedule`:
   simulated: the sleep is shorter by the wait).
 - A host that collects fetches 15.2 GB at 100 Gb/s, in 1.2 s.
 
-The columns are the seconds of a step, without `--scale`, and the share of it in
-which the hosts that learn wait. The exit code is 1 if that share is above 10 %
-or the throughput below 1.3 times that of the run in turn.
+The columns are the seconds of a step, divided by `--scale`, and the share of a
+step in which the hosts that learn wait. The exit code is 1 if this share is
+above 10 %, or if the throughput is below 1.3 times the throughput of the run in
+turn.
 """
 
 import argparse
@@ -37,9 +39,9 @@ import time
 from typing import NamedTuple
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
-_FETCH = 15.2e9 / 12.5e9  # seconds
+_FETCH = 15.2e9 / 12.5e9  # the seconds of fetching new weights
 _IDLE, _GAIN = 0.1, 1.3
-_SKIPPED = 3  # steps whose programs are compiled, or that wait for them
+_SKIPPED = 3  # the first steps, in which programs are compiled
 _SMALL = {
   'model.path': "''",
   'model.hidden_size': 16,
@@ -66,8 +68,9 @@ class Case(NamedTuple):
   """A way to divide the hosts.
 
   Attributes:
-    name: its name in the table.
-    learn, collect: seconds of a step.
+    name: the name of this way in the table.
+    learn: the seconds in which a large run learns from a step.
+    collect: the seconds in which a large run collects a step.
     collectors: the number of processes that only collect.
   """
 
@@ -85,14 +88,23 @@ CASES = (
 
 
 class Measured(NamedTuple):
-  """The means of the steps of a run: seconds, and the idle share."""
+  """The means over the steps of a run.
+
+  Attributes:
+    seconds: the seconds of a step, divided by `--scale`.
+    idle: the share of a step in which the hosts that learn wait.
+  """
 
   seconds: float
   idle: float
 
 
 def measure(case: Case, folder: pathlib.Path, *, scale: float, steps: int):
-  """Returns what a run has measured; shows its output if it fails."""
+  """Makes a run; returns its `Measured`.
+
+  Raises:
+    RuntimeError: if the run fails; the message is its output.
+  """
   changes = _SMALL | {
     'num_steps': steps,
     'rollout.steps_ahead': case.collectors,
@@ -157,7 +169,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _host(learn: str, collect: str, fetch: str, *argv: str) -> int:
-  """Runs one process of a run, whose phases last as long as is given."""
+  """Runs one process of a run; returns its exit code.
+
+  Args:
+    learn, collect, fetch: the seconds that the phases last at least.
+    *argv: the arguments of `stppo_jax`.
+  """
   import jax
 
   from stppo_jax import __main__
@@ -178,7 +195,7 @@ def _host(learn: str, collect: str, fetch: str, *argv: str) -> int:
 
   paced(steps.StepCollector, 'collect_groups', float(collect))
   paced(transfer, 'whole', float(fetch))
-  # Of learning, `plan` expects a quarter for annotate.
+  # `plan` expects that annotate takes a quarter of the time of learning.
   paced(learner_lib.Learner, 'annotate', 0.25 * float(learn))
   paced(learner_lib.Learner, 'update', 0.75 * float(learn))
   return __main__.main(argv)

@@ -7,11 +7,10 @@ process of its own. `--only` selects the pairs whose name contains the text,
 for example `7b` or `1_5b@v5e:4x4`. `--write` puts their lines into the table of
 docs/sharding.md and keeps the other lines.
 
-A run has 512 trajectories of 4096 tokens in a step, and 256 of them in an
-update. Half of the tokens carry loss. There are a policy and a value model,
-with bfloat16 activations. Each group of devices that shares a row has one row
-in a forward pass, or two. The engine has as many slots as the memory leaves
-room for.
+A run has 512 trajectories of 4096 tokens in a step, and 256 trajectories in an
+update. Half of the tokens are policy tokens. Policy and value model have
+bfloat16 activations. Each group of devices that shares rows has one or two rows
+in a forward pass. The engine has as many slots as the memory leaves room for.
 """
 
 import functools
@@ -26,23 +25,26 @@ _GIB = 2**30
 _LENGTH, _LOSS_FRACTION = 4096, 0.5
 
 
-# The compiler does not estimate the kernel that reads cached keys and values.
-# This share of a chip's bandwidth is taken, which a like kernel reaches in
-# decoding on TPU7x ("Ragged Paged Attention", arXiv 2604.15464).
+# The compiler does not estimate the time of the kernel that reads cached keys
+# and values. The kernel is assumed to reach this share of a chip's bandwidth,
+# which a similar kernel reaches in decoding on TPU7x ("Ragged Paged Attention",
+# arXiv 2604.15464).
 _KERNEL = 0.86
 
 
 class Setting(NamedTuple):
   """The mesh of a model on a slice, and of the engine of each of its hosts.
 
-  If a sum of gradients goes over all chips and these are 16 or more, it is
-  compiled to an all-reduce, which sends twice as much as a reduce-scatter. So
-  `fsdp` has fewer chips.
+  If a sum of gradients goes over all chips, and the slice has 16 chips or more,
+  the sum is compiled to an all-reduce, which sends twice as much as a
+  reduce-scatter. So on such slices `fsdp` has fewer chips than the slice.
 
   Attributes:
-    data, fsdp, expert, tensor: the mesh of training.
-    decode_tensor: chips over which the weights are divided in decoding.
-    rows: rows of such a group in a forward pass.
+    data, fsdp, expert, tensor: the sizes of the axes of the training mesh.
+    decode_tensor: the number of chips over which the weights are divided in
+      decoding.
+    rows: the number of rows that a group of chips with the same rows has in a
+      forward pass.
   """
 
   data: int
@@ -65,15 +67,16 @@ SETTINGS = {
   'qwen2_5_7b@v5p:2x2x4': Setting(2, 8, 1, 1, 1),
   'qwen2_5_7b@v6e:4x4': Setting(1, 8, 1, 2, 4),
   'qwen3_14b@v5p:2x4x4': Setting(1, 16, 1, 2, 4),
-  # Half an expert is 384 wide. A fourth of it would be 192, which the kernel of
-  # experts pads to 256: decode would first copy all of them.
-  # Two rows halve the gathers of weights, and the memory has room for them.
+  # With decode_tensor=2, half of an expert is 384 wide. A fourth would be 192
+  # wide, which the kernel of experts pads to 256, so decode would first copy
+  # the weights of all experts. With two rows, weights are gathered half as
+  # often, and the memory has room for two rows.
   'qwen3_30b_a3b@v5p:2x4x4': Setting(1, 8, 4, 1, 2, rows=2),
 }
 
 
 def config(name: str):
-  """Returns the config of a model on a slice, a key of `SETTINGS`."""
+  """Returns the config of a model on a slice; `name` is a key of `SETTINGS`."""
   from stppo_jax.configs import base
   from stppo_jax.parallel import mesh as mesh_lib
 
@@ -94,7 +97,11 @@ def config(name: str):
 
 
 def line(name: str) -> str:
-  """Compiles the programs of a key of `SETTINGS`; returns its line."""
+  """Compiles the programs of a model on a slice; returns the table's line.
+
+  Args:
+    name: a key of `SETTINGS`.
+  """
   from stppo_jax.parallel import topology
   from stppo_jax.tools.plan import plan as plan_lib
   from stppo_jax.tools.plan import programs
@@ -146,18 +153,19 @@ def line(name: str) -> str:
 
 
 def against_bounds(plan, rollout) -> tuple[float, float]:
-  """Returns the times of extend and of decode, divided by their bounds.
+  """Returns the times of extend and of decode, each divided by its lower bound.
 
-  Both have the compiler's estimate of everything but the attention to cached
-  tokens, which a kernel computes, and a time for that: in extend that of its
-  products at the peak, in decode that of its reads at a share of the bandwidth.
-  The bound of extend is the time of all products at the peak, that of decode
-  the time to read the weights and the keys and values. Rows are half as long as
-  they can get. 0 if a program does not fit.
+  Each time is a sum. The first part is the compiler's estimate of everything
+  except the attention to cached tokens, which a kernel computes. The second
+  part is the time of this kernel: in extend, the time of its products at the
+  peak rate; in decode, the time of its reads at a share of the bandwidth. The
+  bound of extend is the time of all products at the peak rate. The bound of
+  decode is the time to read the weights and the keys and values. Rows have half
+  of their greatest length. Both results are 0 if a program does not fit.
 
   Args:
-    plan: the plan, with both programs.
-    rollout: the part `rollout` of the config.
+    plan: the plan, in which both programs were compiled.
+    rollout: the section `rollout` of the config.
   """
   from stppo_jax.models import flops
 

@@ -5,9 +5,10 @@
 
 A script plays in one thread, through the interface that the collector uses. It
 alternates between a command that is not possible and the next command of the
-solution. After the latter, the environment looks for the shortest solution from
-the new state, and describes what the player sees. Games are made before steps
-are timed. The CPU time does not depend on other work of the machine.
+solution. After a command of the solution, the environment looks for the
+shortest solution from the new state, and describes what the player sees. Games
+are made before steps are timed. The CPU time does not depend on other work of
+the machine.
 """
 
 import asyncio
@@ -22,14 +23,14 @@ from stppo_jax.configs import base
 from stppo_jax.data import games
 from stppo_jax.envs import text_games
 
-_GOAL = 200  # steps per second
+_GOAL = 200  # the least steps per second
 
 
 def play(
   environment: text_games.TextWorldEnvironment,
   questions: Sequence[types.Question],
 ) -> tuple[int, int]:
-  """Solves games; returns the numbers of steps and of solved games."""
+  """Solves games; returns the number of steps, and of solved games."""
 
   async def run() -> tuple[int, int]:
     steps = solved = 0
@@ -61,7 +62,7 @@ def report(rooms: int, objects: int, quest_length: int, count: int) -> str:
   environment = kind.from_options(options.to_dict(), None)
   questions = games.GameQuestions(seed=0, count=0).evaluation(count + 1)
   first, *others = questions['games']
-  play(environment, [first])  # reads the rules
+  play(environment, [first])  # the first game reads the rules of all games
   begin = _clocks()
   for question in others:
     environment.prompt(question)
@@ -78,7 +79,7 @@ def report(rooms: int, objects: int, quest_length: int, count: int) -> str:
 
 
 def _clocks() -> np.ndarray:
-  """Returns the CPU time of this process, and the time, in seconds."""
+  """Returns the CPU time of this process and the wall time, in seconds."""
   return np.array([time.process_time(), time.perf_counter()])
 
 

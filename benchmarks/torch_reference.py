@@ -25,8 +25,7 @@ def policy_loss(
   """Returns the scalar loss of token PPO with an entropy bonus.
 
   Args:
-    logprobs_BL: log-probabilities, with respect to which the loss is
-      differentiated.
+    logprobs_BL: log-probabilities of the policy that is trained.
     old_logprobs_BL, advantages_BL, entropy_BL: one number for each token.
     mask_BL: bool, true for the policy's tokens.
   """
@@ -50,9 +49,9 @@ def value_loss(
 ) -> Tensor:
   """Returns the clipped value loss, a scalar.
 
-  It is half of the mean over tokens of the larger of two squared errors: the
-  error of the value, and the error of the value clipped to within `clip` of the
-  old value.
+  Each token has two squared errors: the error of its value, and the error of
+  the value clipped to within `clip` of the old value. The loss is half of the
+  mean over tokens of the larger error.
   """
   near_BL = old_values_BL + (values_BL - old_values_BL).clamp(-clip, clip)
   plain_BL = (values_BL - returns_BL).square()

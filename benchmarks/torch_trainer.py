@@ -4,10 +4,11 @@ B rows, L tokens, V vocabulary. Policy and value model are Qwen2 of
 `transformers`, attention is torch's `scaled_dot_product_attention`, logits are
 computed for all tokens, and `clip_grad_norm_` and `AdamW` make the step.
 
-A row is a trajectory, or several that are packed. Rows of one trajectory are
-right-padded to the longest of a microbatch, so that no mask is needed, the
-fastest case of that attention. In packed rows positions begin anew with each
-trajectory; `transformers` makes the mask from them.
+A row holds a trajectory, or several packed trajectories. A row of one
+trajectory is right-padded to the longest row of its microbatch. Such rows need
+no attention mask, which is the fastest case of torch's attention. In packed
+rows, positions begin anew with each trajectory, and `transformers` makes the
+attention mask from the positions.
 """
 
 import tempfile
@@ -27,11 +28,13 @@ from stppo_jax.models.hf import export
 
 # The implementations of AdamW. Which one is faster depends on the machine.
 FORMS = ('fused', 'foreach')
-# Rows of a microbatch; gradients are accumulated over microbatches. 0 = all.
+# The tried numbers of rows of a microbatch; 0 = all rows. Gradients are
+# accumulated over microbatches.
 MICROBATCHES = (0, 16, 8, 4, 2)
 
 
-# Of these arrays of a batch, index l is about token l + 1.
+# After the first column of these arrays is cut off, index l is about token
+# l + 1, as in the outputs of a language model.
 _FIELDS = (
   *('old_logprobs_BL', 'advantages_BL', 'loss_mask_BL'),
   *('values_BL', 'returns_BL', 'value_mask_BL'),
@@ -39,9 +42,9 @@ _FIELDS = (
 
 
 def _tensors(batch: batch_lib.TokenBatch, *, packed: bool) -> list[Any]:
-  """Returns tokens, their positions, and `_FIELDS`, each with an axis of rows.
+  """Returns the tokens, their positions and `_FIELDS` as tensors of rows.
 
-  The positions are those of packed rows, and else numbers that are not used.
+  The positions are used only if rows are packed.
   """
   B, L = batch.tokens_BL.shape
   positions_BL = np.broadcast_to(np.arange(L), (B, L))
@@ -56,7 +59,10 @@ def _tensors(batch: batch_lib.TokenBatch, *, packed: bool) -> list[Any]:
 def packed_rows(
   batch: batch_lib.TokenBatch, arrays: list[np.ndarray]
 ) -> list[np.ndarray]:
-  """Returns arrays [B, L] as packed rows of L tokens, first fit by length."""
+  """Packs the trajectories of arrays [B, L] into rows of L tokens.
+
+  Trajectories are placed by length, each into the first row that has room.
+  """
   B, L = batch.tokens_BL.shape
   lengths_B = np.asarray(batch.lengths_B)
   losses_B = np.asarray(batch.loss_mask_BL).sum(1)
@@ -65,7 +71,7 @@ def packed_rows(
   packed = [np.zeros(rows.num_rows * L, x.dtype) for x in arrays]
   end = 0
   for place, start in zip(rows.rows.flat, rows.starts.flat, strict=True):
-    if place == B:  # no trajectory
+    if place == B:  # this place has no trajectory
       continue
     length = lengths_B[order_B[place]]
     end = max(end, start + length)
@@ -78,16 +84,17 @@ class Trainer:
   """Two models, their optimisers and a batch.
 
   Args:
-    ours: our trainer: the config of its optimisers, the shape of both models,
-      and its batch.
+    ours: our trainer, whose batch, shape of the models and options of the
+      optimisers this trainer takes.
     weights: the parameter trees of policy and value model.
     compiled: whether the losses are compiled by `torch.compile`.
     form: the implementation of AdamW, one of `FORMS`.
-    microbatch: the rows of a microbatch; 0 = all.
-    packed: whether trajectories are packed.
+    microbatch: the number of rows of a microbatch; 0 = all rows.
+    packed: whether several trajectories are packed into a row.
 
   Attributes:
-    policy, value: modules, whose parameters have the names of Hugging Face.
+    policy, value: the models as torch modules; their parameters have the names
+      of Hugging Face.
   """
 
   def __init__(
@@ -123,7 +130,7 @@ class Trainer:
     self.use(form)
 
   def use(self, form: str) -> None:
-    """Starts another implementation of AdamW, with moments of zero."""
+    """Changes to another implementation of AdamW, with moments of zero."""
     self._foreach = form == 'foreach'
     self._optimizers = {
       name: torch.optim.AdamW(
@@ -143,10 +150,13 @@ class Trainer:
     return len(self._data[0])
 
   def split(self, microbatch: int) -> None:
-    """Splits the batch into microbatches of this many rows; 0 = all rows.
+    """Splits the batch into microbatches.
 
     The loss of a microbatch is weighted by its share of the loss positions,
     which are the same for policy and value model.
+
+    Args:
+      microbatch: the number of rows of a microbatch; 0 = all rows.
     """
     size = microbatch or self.rows
     place = 2 + _FIELDS.index('loss_mask_BL')
@@ -164,7 +174,7 @@ class Trainer:
       self._microbatches.append((share, data))
 
   def step(self) -> dict[str, float]:
-    """Updates both models; returns losses, and norms before clipping."""
+    """Updates both models; returns losses, and gradient norms unclipped."""
     metrics = {}
     for name, loss_of in self._losses.items():
       optimizer = self._optimizers[name]
@@ -199,8 +209,8 @@ class Trainer:
       tokens_BL, position_ids=positions_BL, use_cache=False
     ).logits
     log_softmax_BLV = torch.log_softmax(logits_BLV, dim=-1)
-    # The ids are rolled and the result is cut, because cutting the logits would
-    # copy them.
+    # The token ids are rolled, and the last column of the result is cut off.
+    # To cut the logits instead would copy them.
     next_BL1 = tokens_BL.roll(-1, 1)[..., None]
     logprobs_BL = log_softmax_BLV.gather(-1, next_BL1)[:, :-1, 0]
     entropy_BL = -(log_softmax_BLV.exp() * log_softmax_BLV).sum(-1)[:, :-1]
@@ -220,7 +230,13 @@ class Trainer:
 
 
 class Fastest(NamedTuple):
-  """The settings with which torch is the fastest."""
+  """The settings with which torch is the fastest.
+
+  Attributes:
+    threads: the number of threads.
+    microbatch: the number of rows of a microbatch; 0 = all rows.
+    form: the implementation of AdamW, one of `FORMS`.
+  """
 
   threads: int
   microbatch: int
@@ -234,8 +250,9 @@ class Fastest(NamedTuple):
 def use_fastest(trainer: Trainer) -> Fastest:
   """Sets the threads, microbatch and AdamW with which torch is the fastest.
 
-  They are chosen one after the other, by the shorter of two samples. Small
-  models are slower with more threads, especially on a busy machine.
+  The three settings are chosen one after the other. The time of a choice is the
+  shorter of two samples. Small models are slower with more threads, especially
+  on a busy machine.
   """
   case = measure.single(trainer.step)
 

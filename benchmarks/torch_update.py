@@ -5,17 +5,17 @@
 Both sides start from the same weights and use the same batch, in float32. Both
 make two forward and two backward passes with a token-level loss with entropy
 and a clipped value loss, clip the norms of the gradients, and apply AdamW.
-Ours is the update of a run (`benchmarks/learners.py`), its metrics and
+Our side is the update of a run (`benchmarks/learners.py`), its metrics and
 diagnostics included, with two rows in a microbatch and a microbatch on each
-core. Torch is `benchmarks/torch_trainer.py`, eager and compiled by
+core. The other side is `benchmarks/torch_trainer.py`, eager and compiled by
 `torch.compile`, with the threads, the microbatch and the AdamW that are the
-fastest when it is eager. Nothing is timed before the first updates agree. There
-are several sizes, because neither side is the faster one at all of them.
+fastest in eager mode. Nothing is timed before the first updates agree. Several
+sizes are timed, because neither side is the faster one at all sizes.
 
 Rows are full, or have the lengths of dialogues: log-normal with a median of
-1,300 tokens of at most 4,096, all in proportion to the length of a row. Ours
-packs dialogues into rows, as every run does. Torch pads them, or packs them in
-the same way.
+1,300 tokens of at most 4,096, all in proportion to the length of a row. Our
+side packs dialogues into rows, as every run does. Torch pads dialogues, or
+packs them in the same way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,12 @@ from benchmarks import measure
 from benchmarks import torch_trainer
 from stppo_jax.models.hf import families
 
-PARITY = 1e-5  # tolerance of losses
-GRADIENTS = 3e-5  # tolerance of norms, and of gradients relative to the largest
-MOVED = 1e-3  # most distance between both new weights / distance they moved
+PARITY = 1e-5  # the tolerance of losses
+# The tolerance of gradient norms, and of gradients relative to the largest.
+GRADIENTS = 3e-5
+# The largest distance between the new weights of both sides, divided by the
+# distance that the weights moved in the update.
+MOVED = 1e-3
 OURS, EAGER, COMPILED = 'ours', 'torch, eager', 'torch.compile'
 PADDED, PACKED = 'torch, padded', 'torch, packed'
 GOALS = {EAGER: 1.2, PADDED: 2.0, PACKED: 1.3}
@@ -43,7 +46,7 @@ HEADER = (
   'of the least',
   'threads, microbatch, AdamW',
 )
-_CORE_ROWS = 2  # rows of this size fit into the cache of a core
+_CORE_ROWS = 2  # so many rows of a microbatch fit into the cache of a core
 SIZES = tuple(
   learners.Sizes(*sizes, core_rows=_CORE_ROWS)
   for sizes in (
@@ -70,7 +73,9 @@ def assert_parity(
   their_metrics: Mapping[str, float],
   before: tuple,
 ) -> None:
-  """Compares the first update: losses, norms, gradients and new weights.
+  """Checks that both first updates are equal but for rounding.
+
+  Losses, gradient norms, gradients and new weights are compared.
 
   Args:
     ours: our trainer after its first update.
@@ -97,7 +102,8 @@ def assert_parity(
   for name, start in zip(('policy', 'value'), before, strict=True):
     model = getattr(ours.state, name)
     named = lambda tree: _named(ours.shape, tree)
-    # The first moments are the clipped gradients times 1 - b1.
+    # After one update, Adam's first moments are the clipped gradients times
+    # 1 - b1.
     moments = theirs.moments(name)
     largest = max(np.abs(x).max() for x in moments.values())
     for key, moment in named(model.optimizer.mu).items():
@@ -120,7 +126,8 @@ def assert_parity(
 def _named(shape, tree) -> dict[str, np.ndarray]:
   """Returns tensors of a parameter tree by their names in Hugging Face files.
 
-  The value head is left out, because its gradient is part of the norm.
+  The value head is left out, because these files have no value head. Its
+  gradient is part of the norm, which is compared too.
   """
   named = {}
   for entry in families.entries(shape):
@@ -133,15 +140,16 @@ def _named(shape, tree) -> dict[str, np.ndarray]:
 
 
 class Pair:
-  """Both trainers after an equal first update.
+  """Our trainer and torch's trainers, after a first update that was equal.
 
   Attributes:
     ours: our trainer.
-    before: the weights before that update.
-    metrics: our metrics of that update.
+    before: the weights before the first update.
+    metrics: our metrics of the first update.
     theirs: torch's eager trainer, which pads dialogues.
-    fastest: the settings of each eager trainer of torch.
-    seconds: the seconds of each trainer's first step, which compiles.
+    fastest: the fastest settings of each trainer of torch, by its name.
+    seconds: the seconds of the first step of each trainer that compiles, by its
+      name.
   """
 
   def __init__(self, sizes: learners.Sizes, *, compiled: bool):
@@ -172,7 +180,7 @@ class Pair:
       self.seconds[COMPILED] = self._check(self._trainers[COMPILED])
 
   def cases(self) -> dict[str, measure.Case]:
-    """Returns the cases; one step is long enough to be a sample."""
+    """Returns a case for each trainer, in which a sample is one step."""
 
     def case(name, trainer):
       def step():
@@ -185,7 +193,7 @@ class Pair:
     return {name: case(name, x) for name, x in self._trainers.items()}
 
   def _check(self, trainer) -> float:
-    """Returns the seconds of a first step, whose update must equal ours."""
+    """Makes a trainer's first step and checks it; returns its seconds."""
     seconds, metrics = measure.once(measure.single(trainer.step))
     assert_parity(self.ours, self.metrics, trainer, metrics, self.before)
     return seconds
@@ -197,12 +205,13 @@ def run(
   """Returns the table, first steps and whether the times can be trusted.
 
   Raises:
-    AssertionError: if ours and torch disagree; nothing is timed then.
+    AssertionError: if the updates of both sides differ; nothing is timed then.
   """
   lines, first, timed = [], [], {}
   threads = torch.get_num_threads()
   for size in sizes:
-    torch.set_num_threads(threads)  # the last size may have set another number
+    # The fastest number of threads for the size before may be another one.
+    torch.set_num_threads(threads)
     pair = Pair(size, compiled=compiled)
     seconds = measure.interleave(pair.cases(), repeats=repeats)
     timed |= {(str(size), name): x for name, x in seconds.items()}

@@ -4,13 +4,14 @@
 
 Both algorithms update policy and value model from the same state on the same
 annotated batch, with diagnostics, as training does. The state is donated, so
-each sample gets a copy, which is not timed.
+each sample gets a copy of the state; making the copy is not timed.
 
 A program that is compiled a second time may be some percent slower than the
-first, because its memory lies elsewhere and its threads meet at other times. So
-each algorithm is compiled twice, in the order token, turn, turn, token, and the
-sums of both times are compared. `second / first` compares programs of the same
-algorithms, and shows how far `turn / token` can be trusted.
+first time, because its memory lies elsewhere and its threads meet at other
+times. So each algorithm is compiled twice, in the order token, turn, turn,
+token. The times of the two programs of an algorithm are added, and the sums are
+compared. `second / first` compares programs of the same algorithms, and shows
+how far `turn / token` can be trusted.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from stppo_jax.training import model_files
 TOKEN, TURN = 'token_ppo', 'turn_ppo'
 FIRST, SECOND = 'first', 'second'
 CASES = ((TOKEN, FIRST), (TURN, FIRST), (TURN, SECOND), (TOKEN, SECOND))
-GOAL = 1.01  # turn level / token level, at most
+GOAL = 1.01  # the most for: time at turn level / time at token level
 PARITY = 1e-6
 HEADER = (
   'algorithm',
@@ -42,28 +43,31 @@ HEADER = (
   'updates, ms',
   'compile and first updates, s',
 )
-_NUM_TURNS = 3  # a question of two hops
+_NUM_TURNS = 3  # the turns of a question of two hops
 _WARM_STEPS = 1
 
 
 class Subject(NamedTuple):
-  """A learner with a batch and a state, of which each step gets a copy."""
+  """A learner, a batch, and a state that stays as it is.
+
+  The learner updates copies of the state.
+  """
 
   learner: learner_lib.Learner
   state: object
   batch: batch_lib.TokenBatch
 
   def fresh(self):
-    """Returns a copy of the state, to be consumed."""
+    """Returns a copy of the state for one call of `update`."""
     return jax.block_until_ready(jax.tree.map(jnp.copy, self.state))
 
   def update(self, state, step: int = _WARM_STEPS) -> dict[str, float]:
-    """Makes the updates of a step.
+    """Makes the updates of a step; returns their metrics.
 
     Args:
-      state: the state, which is consumed.
-      step: 0 updates the values only: every ratio is 1. Later steps update both
-        models.
+      state: the state, which is donated.
+      step: the number of the step. Step 0 updates only the value model, so that
+        every ratio is 1. Later steps update both models.
     """
     state, metrics = learners.update_epochs(
       self.learner, state, self.batch, step
@@ -93,7 +97,7 @@ def _packed(config, vocab_size: int, length: int) -> batch_lib.TokenBatch:
 
 
 def subject(config, length: int) -> Subject:
-  """Returns the learner of a config at its start, with a random batch."""
+  """Returns a config's learner with its initial state and a random batch."""
   questions = components.build_questions(config)
   tokenizer = model_files.build_tokenizer(config, questions)
   mesh = components.build_mesh(config)
@@ -106,7 +110,7 @@ def subject(config, length: int) -> Subject:
 
 
 def assert_parity(metrics: Sequence[dict[str, float]]) -> None:
-  """Compares losses; if all ratios are 1, both levels have the same loss."""
+  """Checks that all cases have equal losses if all ratios are 1."""
   one, *others = metrics
   for other in others:
     for name in ('actor/pg_loss', 'actor/entropy', 'critic/vf_loss'):
@@ -116,7 +120,10 @@ def assert_parity(metrics: Sequence[dict[str, float]]) -> None:
 
 
 def _with_algorithm(config, name: str):
-  """Returns a copy with an algorithm, whose first step trains only values."""
+  """Returns a config with another algorithm and a warm-up of the value model.
+
+  In the first step, only the value model is trained.
+  """
   config = config.copy_and_resolve_references()
   config.algorithm = quickstart.get_config(name).algorithm
   config.loss.value_warmup_steps = _WARM_STEPS
@@ -127,7 +134,8 @@ def run(config, *, length: int, repeats: int) -> str:
   """Returns the table, the quotients and whether they can be trusted.
 
   Args:
-    config: the config of a run; its algorithm is replaced by each of the two.
+    config: the config of a run, in which the two algorithms take the place of
+      the config's own.
     length: the number of tokens of a row.
     repeats: the number of samples of each case.
 
@@ -171,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measure.parser('update', length=160, repeats=15), arguments
   )
   config = quickstart.get_config(TOKEN)
-  config.updates.num_epochs = 1  # shorter rounds
+  config.updates.num_epochs = 1  # makes the rounds of samples shorter
   rows = config.updates.minibatch_size
   updates = config.rollout.trajectories_per_step // rows
   print(

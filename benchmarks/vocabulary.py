@@ -3,12 +3,12 @@
     python -m benchmarks.vocabulary
 
 Policy and value model are those of `benchmarks/torch_update.py`, with the same
-checks of parity before any timing. Torch is the eager Qwen2 of `transformers`,
-which keeps the logits of all tokens in memory. Ours keeps the logits of a chunk
-of the loss positions. The peak memory of each side is measured in a process of
-its own: weights, moments, gradients and temporary memory. For the last table,
-our loss and gradient are compiled for longer rows and not run. This needs
-Linux.
+checks before any timing that both sides agree. Torch's side is the eager Qwen2
+of `transformers`, which keeps the logits of all tokens in memory. Our side
+keeps the logits of a chunk of the loss positions. The peak memory of each side
+is measured in a process of its own: weights, moments, gradients and temporary
+memory. For the last table, our loss and gradient are compiled for longer rows
+and not run. The benchmark needs Linux.
 """
 
 import argparse
@@ -39,13 +39,18 @@ OURS, TORCH = torch_update.OURS, torch_update.EAGER
 TIME_GOAL, MEMORY_GOAL, SLOPE_GOAL = 1.0, 0.4, 1.15
 HEADER = ('case', 'ms', 'peak memory, MiB')
 _SMALL_VOCABULARY = 1024
-_STEPS = 2  # torch allocates its moments in the first step
+_STEPS = 2  # two, because torch allocates Adam's moments in the first step
 _STATUS = pathlib.Path('/proc/self/status')
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def peak(side: str, sizes: learners.Sizes) -> float:
-  """Returns the peak memory of one side during an update, in MiB."""
+  """Returns the peak memory of one side during updates, in MiB.
+
+  Args:
+    side: OURS or TORCH.
+    sizes: the sizes of the models and of the batch.
+  """
   trainer = learners.Trainer(sizes)
   if side == OURS:
     trainer.step()  # compiles; the compiler's memory does not count
@@ -55,8 +60,8 @@ def peak(side: str, sizes: learners.Sizes) -> float:
     trainer = torch_trainer.Trainer(trainer, held)
   size = sum(x.nbytes for x in jax.tree.leaves(held))
   del held
-  # Freed memory goes back to the system, and the high-water mark of the process
-  # is reset, so that it counts from now on.
+  # Freed memory is given back to the system, and the greatest memory of the
+  # process so far (VmHWM) is reset, so that only later memory counts.
   ctypes.CDLL(None).malloc_trim(0)
   _STATUS.with_name('clear_refs').write_text('5')
   before = _kilobytes('VmRSS')
@@ -72,7 +77,7 @@ def _kilobytes(name: str) -> int:
 
 
 def peak_apart(side: str, sizes: learners.Sizes) -> float:
-  """Returns `peak`, measured in a process of its own."""
+  """Returns the result of `peak` in a process of its own."""
   flags = [f'--{name}={value}' for name, value in sizes._asdict().items()]
   command = [sys.executable, '-m', 'benchmarks.vocabulary', f'--peak={side}']
   done = subprocess.run(
@@ -87,7 +92,10 @@ def peak_apart(side: str, sizes: learners.Sizes) -> float:
 
 
 def _loss(model: functional.Model):
-  """Returns a function of parameters and a batch: the loss of a policy."""
+  """Returns the function that computes a policy's loss.
+
+  The function takes the parameters of the policy and a batch.
+  """
   algorithm = algorithm_lib.build_algorithm(
     algorithms.ALGORITHMS[learners.ALGORITHM]
   )
@@ -112,7 +120,7 @@ def _loss(model: functional.Model):
 
 
 def temporary(sizes: learners.Sizes) -> int:
-  """Returns the temporary bytes of the compiled loss and gradient."""
+  """Returns the bytes of temporary memory of the compiled loss and gradient."""
   shape = dataclasses.replace(sizes.shape, remat='full', scan_unroll=1)
   model = functional.Model(shape, 'vocabulary', chunk=sizes.chunk)
   params = jax.eval_shape(model.init, jax.random.key(0))
@@ -128,9 +136,13 @@ def slope(sizes: learners.Sizes, lengths: Sequence[int]) -> str:
   """Returns the table of how temporary memory grows with the length.
 
   The logits of a chunk take the same memory at any length, which hides the
-  growth of the rest. So another column has a small vocabulary. A slope is that
-  of log memory over log length between neighbouring lengths; the greatest one
-  counts.
+  growth of all other memory. So a second column has a small vocabulary. A slope
+  is the slope of log memory over log length between neighbouring lengths. The
+  goal is about the greatest slope.
+
+  Args:
+    sizes: the sizes of the models and of the batch, except for the length.
+    lengths: the numbers of tokens of a row.
   """
   vocabularies = (sizes.vocabulary, min(sizes.vocabulary, _SMALL_VOCABULARY))
   header, columns, steepest = ['length'], [], []
@@ -162,7 +174,7 @@ def run(sizes: learners.Sizes, *, repeats: int) -> str:
   """Returns times, peaks, quotients and whether the times can be trusted.
 
   Raises:
-    AssertionError: if ours and torch disagree; nothing is timed then.
+    AssertionError: if the updates of both sides differ; nothing is timed then.
   """
   pair = torch_update.Pair(sizes, compiled=False)
   seconds = measure.interleave(pair.cases(), repeats=repeats)

@@ -1,17 +1,19 @@
-"""Counts how much of what annotate and update compute is needed.
+"""Counts which share of what annotate and update compute is needed.
 
     python -m benchmarks.waste
 
 The packer of a run packs minibatches of trajectories with random lengths, for
-several numbers of shards. Operations of the packed rows are counted, and those
-of the trajectories alone: `tokens` is the quotient of their tokens, and so of
-all products with weights; `all` counts attention and logits too, of a policy of
-1.5 billion weights. Attention of a row is counted as if each of its tokens saw
-all earlier ones, though those of other trajectories are hidden. `before` is
-what padding to the longest trajectory left. Nothing is timed.
+several numbers of shards. The trajectories need some tokens and operations, and
+the packed rows have more of both, because of padding. `tokens` is the quotient
+of the tokens, and so of all products with weights. `all` is the quotient of all
+operations, with attention and logits, for a policy of 1.5 billion weights. The
+attention of a row is counted as if each token saw all earlier tokens of the
+row, though tokens of other trajectories are hidden. `before` is the quotient of
+the tokens if trajectories are not packed, but padded to the longest trajectory.
+Nothing is timed.
 
-Lengths are log-normal with sigma 0.6, those outside 300 to 4,096 tokens are
-drawn again; a third of the tokens carry loss.
+Lengths are log-normal with sigma 0.6. Lengths outside 300 to 4,096 tokens are
+drawn again. A third of the tokens are policy tokens.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import flops
 
 SHORTEST, LONGEST, SIGMA = 300, 4096, 0.6
-NUM_ROWS = 512  # trajectories of a step
+NUM_ROWS = 512  # the number of trajectories of a step
 MEDIANS = (900, 1300, 1800)
 SHAPE = model_config.ModelConfig(
   vocab_size=151936,
@@ -55,7 +57,14 @@ HEADER = (
 
 
 class Case(NamedTuple):
-  """Shards of a minibatch, its trajectories, tokens of a row, and the goal."""
+  """A way to pack the minibatches of a step.
+
+  Attributes:
+    num_shards: the number of shards of a minibatch.
+    minibatch: the number of trajectories of a minibatch.
+    row_length: the number of tokens of a packed row.
+    goal: the least share of tokens of an update that should be needed.
+  """
 
   num_shards: int
   minibatch: int
@@ -73,13 +82,14 @@ CASES = (
 
 
 class Useful(NamedTuple):
-  """Shares of what is computed that are needed.
+  """The shares of a pass that are needed.
 
   Attributes:
-    tokens: the share of tokens, and of products with weights.
-    all: the share of all operations.
-    before: the share of tokens, if all rows are as long as the longest.
-    size: what the shape of the program depends on.
+    tokens: the needed share of tokens, and of products with weights.
+    all: the needed share of all operations.
+    before: the needed share of tokens if each trajectory has a row of its own,
+      as long as the longest trajectory.
+    size: the numbers on which the shape of the compiled program depends.
   """
 
   tokens: float
@@ -89,14 +99,20 @@ class Useful(NamedTuple):
 
 
 def lengths(median: int, *, seed: int, count: int = NUM_ROWS) -> np.ndarray:
-  """Returns the tokens of the trajectories of a step."""
+  """Returns the number of tokens of each of `count` random trajectories."""
   rng = np.random.default_rng(seed)
   drawn = np.exp(rng.normal(np.log(median), SIGMA, 20 * count)).astype(int)
   return drawn[(drawn >= SHORTEST) & (drawn <= LONGEST)][:count]
 
 
 def useful(lengths_B: np.ndarray, rows: np.ndarray, case: Case) -> Useful:
-  """Returns what is needed of a pass over some trajectories of a step."""
+  """Returns the needed shares of a pass over some trajectories of a step.
+
+  Args:
+    lengths_B: the number of tokens of each trajectory of the step.
+    rows: the indices of the trajectories of the pass.
+    case: how the trajectories are packed.
+  """
   losses_B = lengths_B // 3
   sizes = packing.Sizes(case.num_shards, case.row_length, 1, 1)
   _, packed = packing.plan(rows, lengths_B, losses_B, sizes)
@@ -121,7 +137,7 @@ def run(*, steps: int) -> tuple[str, bool]:
   """Returns the table, and whether all goals are reached.
 
   Args:
-    steps: steps to draw for each line.
+    steps: the number of random steps that each line is a mean of.
   """
   lines, best = [], {}
   for median in MEDIANS:
@@ -134,8 +150,8 @@ def run(*, steps: int) -> tuple[str, bool]:
           updates.append(useful(lengths_B, rows, case))
         passes.append(useful(lengths_B, np.arange(NUM_ROWS), case))
       tokens, every, before = np.mean([x[:3] for x in updates], axis=0)
-      # Where the tokens of a shard are little more than fill some rows, rows of
-      # another length are the remedy.
+      # If the tokens of a shard fill some rows and a small part of a further
+      # row, rows of another length waste less. So the best length counts.
       key = median, case.num_shards
       best[key] = max(best.get(key, -1.0), tokens - case.goal)
       sizes = {x.size for x in (*updates, *passes)}

@@ -3,16 +3,17 @@
 python -m benchmarks.weak_scaling [--only=v5e:4x4] [--write]
 
 Each chip keeps its number of rows and its part of the weights: `fsdp` is 8, and
-`data` grows. Then a chip multiplies the same on any slice, and sends the same
-along `fsdp`. Only the bytes of the sums of gradients along `data` grow, up to
-twice the size of the gradients. The update and the copy of the weights to the
-engine (publish) are compiled, and their products and their sent bytes are
-counted in the compiled text. The table shows the results of the formulas of
-`plan` beside them. Each slice takes some minutes. `--write` puts the lines
-into the table of docs/sharding.md, and keeps the other lines.
+`data` grows. Then a chip makes the same number of multiplications on any slice,
+and sends the same number of bytes along `fsdp`. Only the bytes of the sums of
+gradients along `data` grow, up to twice the size of the gradients. The update
+and the copy of the weights to the engine (publish) are compiled, and their
+multiplications and sent bytes are counted in the compiled text. Beside these
+counts, the table shows the results of the formulas of `plan`. Each slice takes
+some minutes. `--write` puts the lines into the table of docs/sharding.md, and
+keeps the other lines.
 
 The model has few layers, all of the same kind, and small matrices, because the
-compiler takes longer for larger ones. Its embeddings are not tied.
+compiler takes longer for larger models. Its embeddings are not tied.
 """
 
 import json
@@ -45,10 +46,12 @@ class Counted(NamedTuple):
   """The work of a chip in an update and in publishing.
 
   Attributes:
-    topology: the slice.
-    data: the size of the axis that grows.
-    operations: multiplications and additions in matrix products of an update.
-    update, publish: bytes that the compiled program sends, and by formula.
+    topology: the name of the slice.
+    data: the size of the mesh axis `data`.
+    operations: the number of multiplications and additions in the matrix
+      products of an update.
+    update, publish: the bytes that a chip sends in an update and in publishing;
+      first counted in the compiled program, then by the formula of `plan`.
   """
 
   topology: str
@@ -65,8 +68,8 @@ def count(name: str) -> Counted:
   from stppo_jax.tools.plan import plan as plan_lib
 
   topology = topology_lib.find(name)
-  # This algorithm needs no statistics of the minibatch, which would cost one
-  # more pass.
+  # This algorithm needs no statistics of the whole minibatch, which would take
+  # one more forward pass.
   config = base.get_config('turn_ppo')
   data, rows = topology.num_devices // _FSDP, topology.num_devices
   config.model.dtype = 'bfloat16'
@@ -77,7 +80,7 @@ def count(name: str) -> Counted:
   config.updates.minibatch_size = _MICROBATCHES * rows
   config.rollout.trajectories_per_step = _MICROBATCHES * rows
   config.rollout.slots = 16
-  config.sft.batch_size = rows  # the mesh must divide it
+  config.sft.batch_size = rows  # must be a multiple of the number of devices
   with tempfile.TemporaryDirectory() as folder:
     config.model.path = folder
     path = pathlib.Path(folder, 'config.json')
@@ -108,7 +111,7 @@ def line(counted: Counted) -> str:
     f'{counted.operations / 1e9:.1f} GFLOP',
   ]
   for sent, formula in (counted.update, counted.publish):
-    difference = round(100 * (sent / formula - 1), 1) + 0.0  # no -0.0
+    difference = round(100 * (sent / formula - 1), 1) + 0.0  # 0.0, never -0.0
     cells.append(f'{sent / _MIB:.1f} MiB')
     cells.append(f'{formula / _MIB:.1f} ({difference:+.1f} %)')
   return f'| {" | ".join(cells)} |'
