@@ -61,7 +61,7 @@ def packed_rows(
 ) -> list[np.ndarray]:
   """Packs the trajectories of arrays [B, L] into rows of L tokens.
 
-  Trajectories are placed by length, each into the first row that has room.
+  The longest trajectory comes first; each goes into the first row with room.
   """
   B, L = batch.tokens_BL.shape
   lengths_B = np.asarray(batch.lengths_B)

@@ -4,8 +4,9 @@
         --workdir=runs/levels
 
 The stress is the same in all studies: many updates on one small collection, at
-a large learning rate, so that the policy moves far from the one that collected.
-docs/collapse.md has the results, and says how the settings were picked.
+a large learning rate, so that the policy moves far from the policy that
+collected. docs/collapse.md has the results, and says how the settings were
+chosen.
 """
 
 from stppo_jax.configs import base
@@ -15,16 +16,16 @@ _LEVELS = ('token_ppo', 's_ppo', 'turn_ppo', 'st_ppo')
 _RATE = 'policy_optimizer.learning_rate'
 _STRESS_RATE = 4e-4
 _BIAS = 'algorithm.correction.clipping_bias'
-# Those that had a larger area than no correction in study 3, for each of three
-# seeds, and the default.
+# The scope and the threshold of some corrections: the default, and those that
+# had a larger area in study 3 than no correction, with each of three seeds.
 _REPEATED = (
   ('minibatch', 'tau 1.5'),
   ('minibatch', 'tau 3'),
   ('microbatch', 'tau 1.5'),
   ('sequence', 'tau 3'),
 )
-_THINK_WORDS = (20, 50)  # with the other tokens: turns of some 30 and 60
-# The steps of `sft` -> those of `train`.
+_THINK_WORDS = (20, 50)  # for turns of about 30 and 60 tokens
+# The number of steps of `sft` -> the number of steps of `train`.
 _BUDGETS = {1000: 76, 1300: 68, 1600: 60}
 _REWARDS = {
   'sparse rewards': {},
@@ -68,31 +69,35 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.evaluate.num_questions = 128
   config.checkpoint.every = 10
   config.checkpoint.keep = 1
-  # The studies read the metrics; the rest would only take time.
+  # The studies read only metrics. Other records would take time.
   config.writer.tensorboard = False
   config.writer.samples = 0
   config.writer.token_details = 0
-  # A run that collapses is what is looked for: it must not end early, or the
-  # study would lack it.
+  # The studies are about runs that collapse. Such a run must not end early,
+  # because the study would then lack it.
   config.alarms.stop = ()
   config.updates.max_skipped = 0
   return config
 
 
 def long_turns(words):
-  """Returns changes with which a <think> begins with so many filler words."""
+  """Returns config keys for turns whose <think> begins with filler words.
+
+  Args:
+    words: the number of filler words.
+  """
   return {
     'data.synthetic_wiki.think_words': words,
     'env.max_turn_tokens': 16 + words,
-    'env.max_length': 192 + 4 * words,  # three searches and the answer
+    'env.max_length': 192 + 4 * words,  # four turns: three searches, an answer
   }
 
 
 def long_starts(words):
-  """Returns starts for turns with these numbers of filler words, by name.
+  """Returns a start for each number of filler words of a turn, by name.
 
-  They go on from the quickstart's start. From random weights, it takes much
-  longer to learn to search within so many words.
+  The starts go on from the quickstart's start. From random weights, it would
+  take much longer to learn to search among so many filler words.
   """
   return {
     f'{count} words': {
@@ -107,7 +112,12 @@ def long_starts(words):
 
 
 def _corrections(algorithm, scope):
-  """Returns an arm for each threshold of a scope."""
+  """Returns an arm for each threshold of the correction, by name.
+
+  Args:
+    algorithm: the algorithm of the arms.
+    scope: the scope of the correction in these arms.
+  """
   arms = {
     f'tau {tau:g}': {
       'algorithm': algorithm,
@@ -124,7 +134,7 @@ def _corrections(algorithm, scope):
 
 
 def _gradient(algorithm):
-  """Returns an arm with the other definition of the correction."""
+  """Returns an arm whose correction uses the norm of the gradient, by name."""
   changes = {'algorithm': algorithm, f'{_BIAS}.norm': 'gradient'}
   return {'norm of the gradient': changes}
 

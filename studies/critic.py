@@ -1,4 +1,4 @@
-"""A task on which a critic has something to know, and a recipe for critics.
+"""A task in which a critic can learn much, and a recipe for critics.
 
     python -m stppo_jax train --config=studies/critic.py:st_ppo \
         --workdir=runs/critic
@@ -6,9 +6,9 @@
 Questions of up to three hops are asked, among passages that no fact points to.
 The demonstrations, from which the policy starts, err in their first turn only,
 and repair half of the queries that found nothing. So most of what a dialogue
-will earn is decided early. Those that repair a query of three hops, 6 % of all,
-have five turns and are cut before their answer. docs/critic.md has what was
-measured.
+will earn is decided early. Demonstrations of three hops that repair a query,
+6 % of all, have five turns and are cut off before the answer. docs/critic.md
+has what was measured.
 """
 
 from stppo_jax.configs import base
@@ -38,7 +38,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
     config.loss.value_warmup_steps = 60
     config.loss.value_warmup_patience = 4
     config.updates.value_epochs = 4
-    # At the rate of the quickstart, 2.5e-4, success gets from .56 to .93 within
-    # four steps, and the critic cannot follow.
+    # At the learning rate of the quickstart, 2.5e-4, success rises from .56 to
+    # .93 within four steps, and the critic cannot follow.
     config.policy_optimizer.learning_rate = 5e-5
   return config

@@ -9,17 +9,18 @@
     python -m studies.dead_critic docs/collapse/dead_critic.csv.gz
 
 The studies of studies/collapse.py have a critic that explains almost nothing.
-The first command here trains one for 10 steps beside a frozen policy. It then
-explains .54 of the variance, and .56 can be explained (docs/critic.md). Half of
-the arms go on from it. The others have the same policy and a critic whose
-values are .5 for ever: REINFORCE with a constant baseline.
+The first command here trains a critic for 10 steps beside a frozen policy. Then
+this critic explains .54 of the variance, and .56 can be explained
+(docs/critic.md). Half of the arms go on from this run. The other arms have the
+same policy and a dead critic, whose values are always .5: REINFORCE with a
+constant baseline.
 
-All that follows was written before the runs, but for what the pilot found,
-which was written as the first of them began. The critic in docs/collapse.md is
-that of an earlier run with the settings of the first command, and was not made
-again. Two runs of token PPO with seed 100 and twice as many updates had been
-looked at, one for each critic: both collapsed within 10 steps, so the study has
-half as many updates.
+All that follows was written before the runs, except what the pilot found, which
+was written as the first runs began. The critic in docs/collapse.md is from an
+earlier run with the settings of the first command, and was not made again. Two
+runs of token PPO with seed 100 and twice as many updates had been looked at,
+one for each critic: both collapsed within 10 steps, so the study has half as
+many updates.
 
 Stress: 16 updates on each collection of 32 dialogues. It is matched by the KL
 divergence of the first five steps, and not by the learning rate: in the study
@@ -76,8 +77,10 @@ _LEVELS = ('token_ppo', 's_ppo', 'turn_ppo', 'st_ppo')
 WARM = 'runs/critic'
 _RATE = 'policy_optimizer.learning_rate'
 _RATES = (2.5e-4, 4e-4, 6.3e-4)
-# The policy from which the warm-up started, and which it has not changed. A new
-# value model starts at .5, the middle of loss.value_range, and takes no step.
+# The policy of both is the policy from which the warm-up of the trained critic
+# started; the warm-up has not changed this policy. The dead critic is a new
+# value model, whose values are .5, the middle of loss.value_range. With a
+# learning rate of 0, it stays as it is.
 _CRITICS = {
   'dead': {
     'init_from': '',
@@ -86,7 +89,7 @@ _CRITICS = {
   },
   'trained': {'init_from': WARM},
 }
-# Critic -> the rate that the pilot gives it.
+# Critic -> the policy's learning rate beside this critic, from the pilot.
 MATCHED = {'dead': 6.3e-4, 'trained': 4e-4}
 
 
@@ -98,7 +101,8 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.loss.value_warmup_patience = 0
   # 4 minibatches x 4 epochs = 16 updates on one collection.
   config.rollout.trajectories_per_step = 32
-  config.rollout.length_bucket = config.env.max_length  # one set of programs
+  # One length of batches needs only one set of compiled programs.
+  config.rollout.length_bucket = config.env.max_length
   config.updates.minibatch_size = 8
   config.updates.num_epochs = 4
   config.updates.value_epochs = 0
@@ -110,7 +114,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
 
 
 def only_curves(config: base.Config) -> None:
-  """Drops all that the studies do not read, and lets no run end early."""
+  """Turns off all that the studies do not read, and all early ends of runs."""
   config.evaluate.every = 0  # the success of the sampled dialogues is enough
   config.checkpoint.every = 8
   config.checkpoint.keep = 1
@@ -118,7 +122,7 @@ def only_curves(config: base.Config) -> None:
   config.writer.samples = 0
   config.writer.trajectories = 0
   config.writer.token_details = 0
-  # A run that collapses is what is looked for: it must not end early.
+  # The studies are about runs that collapse, so no run may end early.
   config.alarms.stop = ()
   config.updates.max_skipped = 0
 
@@ -135,7 +139,7 @@ def studies():
           name: {level: {**changes, _RATE: MATCHED[name]} for level in _LEVELS}
           for name, changes in _CRITICS.items()
         },
-        # Added when the others had ended.
+        # This arm was added when the runs of the other arms had ended.
         'dead-same-rate': {
           'token_ppo': {**_CRITICS['dead'], _RATE: MATCHED['trained']},
         },
@@ -154,7 +158,8 @@ def studies():
   }
 
 
-# Comparison -> arms that are added and arms that are subtracted, in turn.
+# Comparison -> its arms, of which every second arm is subtracted from the sum
+# of the others.
 COMPARISONS = {
   '1 trained: turn - token': ['trained turn_ppo', 'trained token_ppo'],
   '2 trained: ST - turn': ['trained st_ppo', 'trained turn_ppo'],
@@ -168,7 +173,7 @@ COMPARISONS = {
 }
 
 
-# It was added when the others had been seen.
+# This comparison was added when the results of the others had been seen.
 ADDED = {
   'token: trained - dead, same rate': [
     'trained token_ppo',
@@ -178,7 +183,7 @@ ADDED = {
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-  """Returns p-values that are corrected for how many there are (Holm)."""
+  """Returns p-values with Holm's correction for the number of p-values."""
   corrected, largest = [0.0] * len(ps), 0.0
   for rank, place in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
     largest = max(largest, min(1.0, ps[place] * (len(ps) - rank)))
@@ -192,8 +197,12 @@ def analysis(
 ) -> list[list[str]]:
   """Returns the table of the comparisons.
 
-  Each has the seeds that all its arms have. One without such a seed is left
-  out, and yet counts among those for which p-values are corrected.
+  A comparison uses the seeds that all its arms have. A comparison without such
+  a seed is not in the table, but Holm's correction counts it.
+
+  Args:
+    runs: the runs of the study.
+    comparisons: the arms of each comparison, in the form of `COMPARISONS`.
   """
   areas: dict[str, dict[int, float]] = {}
   for run in runs:
@@ -234,7 +243,10 @@ def analysis(
 
 
 def stress(runs: Sequence[results.Run]) -> list[list[str]]:
-  """Returns the table of the mean KL divergence of the first five steps."""
+  """Returns the table of each run's mean KL divergence in its first steps.
+
+  The mean is over the first five steps.
+  """
   table = [['arm', 'seed', 'KL']]
   for run in runs:
     kl = run.per_step('kl_old')[:5].mean()

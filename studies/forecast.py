@@ -2,12 +2,13 @@
 
     python -m studies.forecast docs/collapse/*.csv.gz
 
-Each metric is the mean of five steps. It forecasts a collapse if it is above a
-threshold at least five steps before, and raises a false alarm if it is so in
-any step of a run that does not collapse. The threshold for a study is the one
-with the largest F1 in all others. The area under the curve needs no threshold:
-how often the metric is larger 5 to 10 steps before a collapse than in other
-steps of the same study, those after a collapse left out; chance is 0.5.
+Each metric is the mean of five steps. A metric forecasts a collapse if it is
+above a threshold at least five steps before the collapse. It raises a false
+alarm if it is above the threshold in any step of a run that does not collapse.
+The threshold for a study is the threshold with the largest F1 in all other
+studies. The area under the curve needs no threshold. It says how often the
+metric is larger 5 to 10 steps before a collapse than in other steps of the same
+study; steps after a collapse are left out, and chance is 0.5.
 
 This was written after the runs, whose outcomes had been seen.
 """
@@ -22,21 +23,26 @@ from stppo_jax.tools import score_report
 from stppo_jax.tools import success_curve
 from stppo_jax.tools.ablation import results
 
-LEAD, _HORIZON = 5, 10  # steps before a collapse
+LEAD, _HORIZON = 5, 10  # the least and most steps before a collapse
 _QUANTILES = np.linspace(0.3, 0.999, 120)  # the thresholds that are tried
-_LEAST = 20  # steps before collapses that an area under the curve needs
-# The mean of five steps of each step, nan in the first ones.
+_LEAST = 20  # the steps before collapses that an area under the curve needs
+# Returns, for each step of a run, the mean of a metric over the last five
+# steps. In the first four steps this is nan.
 Signal = Callable[[results.Run], np.ndarray]
 
 
 def _mean(column: str, *, sign: float = 1.0) -> Signal:
-  """Returns a signal: a column, or its negative if small numbers are bad."""
+  """Returns the signal of a metric: the mean of a column, times `sign`.
+
+  The sign is -1 if small numbers are a bad sign.
+  """
 
   def signal(run: results.Run) -> np.ndarray:
     values = sign * run.per_step(column)
     window = success_curve.WINDOW
     means = np.full(len(values), np.nan)
-    # One value of -2,793 in a step whose returns hardly vary tells nothing.
+    # In a step whose returns hardly vary, the explained variance can be -2,793,
+    # which tells nothing. So values are clipped.
     values = np.clip(values, -100, 100)
     means[window - 1 :] = np.convolve(values, np.ones(window) / window, 'valid')
     return means
@@ -45,7 +51,7 @@ def _mean(column: str, *, sign: float = 1.0) -> Signal:
 
 
 def _fall(run: results.Run) -> np.ndarray:
-  """Returns by which share success is below its best mean so far."""
+  """Returns by which share of its best mean so far success has fallen."""
   means = _mean('success')(run)
   best = np.fmax.accumulate(means)
   return np.where(best > 0, 1 - means / np.maximum(best, 1e-9), np.nan)
@@ -68,7 +74,11 @@ _HEAD = ('metric', 'precision', 'recall', 'lead', 'false alarms', 'area')
 
 
 def table(studies: Mapping[str, Sequence[results.Run]]) -> list[list[str]]:
-  """Returns a row for each metric; the runs of the studies are distinct."""
+  """Returns a table with a row for each metric.
+
+  Args:
+    studies: the runs of each study; no run is in two studies.
+  """
   rows: list[list[str]] = [list(_HEAD)]
   for name, signal in SIGNALS.items():
     found = {
@@ -103,7 +113,16 @@ def table(studies: Mapping[str, Sequence[results.Run]]) -> list[list[str]]:
 
 
 def _counts(pairs, threshold: float) -> tuple[np.ndarray, list[float]]:
-  """Returns how many collapses are caught, missed, made up; and the leads."""
+  """Returns the counts of a threshold, and the leads of its forecasts.
+
+  The counts are the numbers of collapses that were forecast, collapses that
+  were missed, and runs with a false alarm. A lead is the number of steps from a
+  forecast to the collapse.
+
+  Args:
+    pairs: the values of a metric in each step of a run, and the run.
+    threshold: the threshold of the metric.
+  """
   counts, leads = np.zeros(3, int), []
   for values, run in pairs:
     rings = 1 + np.flatnonzero(values > threshold)
@@ -123,12 +142,18 @@ def _f1(counts: np.ndarray) -> float:
 
 
 def _area(pairs) -> list[float]:
-  """Returns the area under the curve of a study, if enough runs collapse."""
+  """Returns a list with the area under the curve of a study.
+
+  The list is empty if too few steps come before a collapse.
+
+  Args:
+    pairs: the values of a metric in each step of a run, and the run.
+  """
   before, others = [], []
   for values, run in pairs:
     at = run.curve.collapsed_at
     for step, value in enumerate(values, start=1):
-      # All comparisons with nan, which stands for no collapse, are false.
+      # Without a collapse, `at` is nan, and all comparisons with nan are false.
       if not np.isnan(value) and not step >= at:
         is_near = LEAD <= at - step <= _HORIZON
         (before if is_near else others).append(value)
@@ -140,7 +165,10 @@ def _area(pairs) -> list[float]:
 
 
 def of_tables(paths: Sequence[pathlib.Path]) -> list[list[str]]:
-  """Returns the table of the runs of files, each run in its first file."""
+  """Returns the table of the studies in files; a file holds the runs of one.
+
+  A run that several files hold counts only in the first of them.
+  """
   seen: set[tuple[str, int]] = set()
   studies = {}
   for path in paths:

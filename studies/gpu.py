@@ -73,15 +73,17 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.sft.optimizer.warmup_updates = 100
   # 4 minibatches x 8 epochs = 32 updates on one collection.
   config.rollout.trajectories_per_step = 128
-  config.rollout.length_bucket = config.env.max_length  # one set of programs
+  # One length of batches needs only one set of compiled programs.
+  config.rollout.length_bucket = config.env.max_length
   config.updates.minibatch_size = 32
   config.updates.num_epochs = 8
   config.updates.value_epochs = 0
-  config.policy_optimizer.learning_rate = RATES[2]  # by the pilot above
+  config.policy_optimizer.learning_rate = RATES[2]  # chosen by the pilot
   config.policy_optimizer.warmup_updates = 80
   config.value_optimizer.learning_rate = 2e-4
   config.value_optimizer.warmup_updates = 80
-  # All runs train their policies for the same number of steps.
+  # The warm-up has the same length in all runs, so that all policies train for
+  # the same number of steps.
   config.loss.value_warmup_steps = _WARMUP
   config.loss.value_warmup_patience = 0
   config.evaluate.every = 16
@@ -91,7 +93,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.writer.tensorboard = False
   config.writer.samples = 0
   config.writer.token_details = 0
-  # A run that collapses is what is looked for: it must not end early.
+  # The study is about runs that collapse, so no run may end early.
   config.alarms.stop = ()
   config.updates.max_skipped = 0
   return config

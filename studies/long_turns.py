@@ -60,9 +60,9 @@ _RATES = {
   'token_ppo': (1.6e-4, 2.5e-4, 4e-4, 6.3e-4, 1e-3),
   'turn_ppo': (2.5e-5, 4e-5, 6.3e-5, 1e-4, 1.6e-4, 2.5e-4),
 }
-# Tokens of a turn -> the filler words of its <think>.
+# The number of tokens of a turn -> the number of filler words in its <think>.
 _WORDS = {30: 20, 100: 90}
-# Group -> level -> the rate that the pilot gives it.
+# Group of arms -> algorithm -> its learning rate, which the pilot gives.
 _MATCHED = {
   '10 tokens': {'token_ppo': 4e-4, 'turn_ppo': 4e-4},
   '30 tokens per turn': {'token_ppo': 4e-4, 'turn_ppo': 1e-4},

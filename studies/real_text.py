@@ -71,7 +71,7 @@ from studies import dead_critic
 
 _RATE = 'policy_optimizer.learning_rate'
 _RATES = (2.5e-4, 5e-4, 1e-3)
-# Level -> the rate that the pilot gives it.
+# Level of the ratio -> its learning rate, which the pilot gives.
 _MATCHED = {'token': _RATES[1], 'turn': _RATES[0]}
 _ALGORITHMS = {
   'token': ('token_ppo', 's_ppo'),
@@ -84,7 +84,7 @@ COMPARISONS = {
   '3 S - token': ['s_ppo', 'token_ppo'],
   '4 turn: .01 - .2': ['turn 0.01', 'turn_ppo'],
 }
-# It was added when some of the others had been seen.
+# These were added when some results of the other comparisons had been seen.
 ADDED = {
   'same rate: turn - token': ['turn_ppo', 'token, rate of turns'],
   'same rate: turn .01 - token': ['turn 0.01', 'token, rate of turns'],

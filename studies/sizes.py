@@ -68,7 +68,14 @@ _NARROW = {
 
 
 def _size(width, inner, layers, start_rate):
-  """Returns changes for a model whose heads have 32 channels, and its start."""
+  """Returns the config keys of a model size and of its supervised start.
+
+  Args:
+    width: the width of the model; a head has size 32.
+    inner: the width of the MLP.
+    layers: the number of layers.
+    start_rate: the learning rate of the supervised start.
+  """
   return {
     'model.hidden_size': width,
     'model.intermediate_size': inner,
@@ -86,7 +93,7 @@ _RATES = {
   '2M': (1e-4, 1.6e-4, 2.5e-4, 4e-4),
   '10M': (6.3e-5, 1e-4, 1.6e-4, 2.5e-4),
 }
-# Size -> level -> the rate that the pilot gives it.
+# Size -> algorithm -> its learning rate, which the pilot gives.
 _MATCHED = {
   '170K': {'token_ppo': 4e-4, 'turn_ppo': 4e-4},
   '2M': {'token_ppo': 1.6e-4, 'turn_ppo': 1.6e-4},
@@ -107,7 +114,13 @@ def get_config(algorithm: str = 'turn_ppo') -> base.Config:
 
 
 def _arms(size, rates):
-  """Returns the three arms of a size."""
+  """Returns the three arms of a size, by name.
+
+  Args:
+    size: the name of the size.
+    rates: the learning rates of token PPO and turn PPO. The third arm, turn PPO
+      with narrow bounds, has the rate of turn PPO.
+  """
   start = {**_SIZES[size], 'start': size} if size in _SIZES else {}
   arms = {level: {**start, _RATE: rate} for level, rate in rates.items()}
   narrow = {**arms['turn_ppo'], 'algorithm': 'turn_ppo', **_NARROW}
@@ -116,7 +129,8 @@ def _arms(size, rates):
 
 def studies():
   """Returns the studies by name; docs/your_own_study.md has their form."""
-  # The path is the default; the digests of the runs in the table contain it.
+  # The path '' is the default. The starts set it nevertheless, because the
+  # digests of the runs in the table contain it.
   starts = {
     size: {**changes, 'model.path': ''} for size, changes in _SIZES.items()
   }

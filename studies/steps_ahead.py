@@ -3,15 +3,16 @@
     python -m stppo_jax ablate --config=studies/steps_ahead.py \
         --workdir=runs/steps_ahead
 
-ST-PPO trains as in `make quickstart`, on collections of the newest policy, of
-the one before it, or of the one before that (`rollout.steps_ahead`). Success at
-a step is that of its dialogues, so the curves of old policies lag behind by as
-many steps. The question is whether the curve is worse by more than that lag.
+ST-PPO trains as in `make quickstart`, on collections of the newest policy, or
+of the policy that is one or two steps older (`rollout.steps_ahead`). The
+success at a step is the success of the step's dialogues, so the curve of an
+older policy lags behind by as many steps. The question is whether the curve is
+worse by more than this lag.
 
 It is. Two more arms were planned, in which the denominator of the ratio is the
 policy before the step's updates (`updates.old_policy=current`) and the
 correction `tis` weighs each token. After 24 steps of the first seed they were
-no better than those with the old denominator, so they were given up.
+no better than the arms with the old denominator, so they were given up.
 
 Two further arms were planned when those runs were known, in which each turn
 takes the newest weights (`rollout.turn_swaps=keep`). The hypothesis was that,
@@ -24,10 +25,11 @@ their runs are not in the table.
 
     python -m studies.steps_ahead docs/collapse/steps_ahead.csv.gz
 
-compares the curves without the lag: the mean success of all steps but the first
-k of a run with k steps ahead, and of all but the last k of one with none. It
-also says how many more steps a run takes until the mean of five steps is .9, as
-it is and without the lag. This was written after the first 24 runs.
+compares the curves without the lag. For a run with k steps ahead, it takes the
+mean success of all steps except the first k; for a run with no steps ahead, of
+all steps except the last k. It also says how many more steps a run with steps
+ahead takes until the mean of five steps is .9, with the lag and without it.
+This was written after the first 24 runs.
 """
 
 import pathlib
@@ -70,7 +72,10 @@ def studies():
 
 
 def beyond_the_lag(runs: list[results.Run]) -> list[list[str]]:
-  """Returns the table of the differences from 0 ahead, without the lag."""
+  """Returns a table that compares each arm with the arm '0 ahead'.
+
+  The module's docstring says how the lag is left out.
+  """
   curves = {(run.arm, run.seed): run.per_step('success') for run in runs}
   head = ['arm', 'seeds', 'beyond the lag', '95 %', 'larger', 'p']
   table = [[*head, 'steps to .9', '95 %', 'without the lag', '95 %']]
@@ -107,10 +112,13 @@ def beyond_the_lag(runs: list[results.Run]) -> list[list[str]]:
 
 
 def steps_to(success: np.ndarray, level: float = 0.9) -> int:
-  """Returns the first step with which the mean of five is at least `level`.
+  """Returns the first step at which success has reached `level`.
+
+  Success has reached `level` if its mean over the last five steps is at least
+  `level`.
 
   Raises:
-    ValueError: there is none.
+    ValueError: if there is no such step.
   """
   means = np.convolve(success, np.ones(5) / 5, mode='valid')
   reached = np.flatnonzero(means >= level)

@@ -17,10 +17,11 @@ from studies import collapse
 def get_config(algorithm: str = 'turn_ppo') -> base.Config:
   config = collapse.get_config(algorithm)
   config.num_steps = 20
-  # One length of collected batches, and so one set of programs. Further ones
-  # would take longer to compile than they save in so few steps.
+  # All batches have one length, and so one set of compiled programs. Programs
+  # for shorter batches would take longer to compile than they would save in so
+  # few steps.
   config.rollout.length_bucket = config.env.max_length
-  # The greedy policy at the start and at the end.
+  # The policy is evaluated greedily, only at the start and at the end.
   config.evaluate.every = config.num_steps
   return config
 
