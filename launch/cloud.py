@@ -35,7 +35,7 @@ class Ended(Exception):
 def reap(values: Mapping[str, Any]) -> int:
   """Deletes the slices of a zone that no longer work on a run.
 
-  These are slices whose run has ended, slices that failed, and slices whose
+  Such slices have failed or were taken away, or their run has ended, or their
   workers have not reported for long. Returns the exit code.
   """
   done = run(tpu_command(values, 'list', '--format=json'))

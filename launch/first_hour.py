@@ -115,7 +115,7 @@ def own_programs(subject: Subject) -> Iterator[Line]:
 
 
 def rates(subject: Subject) -> Iterator[Line]:
-  """Measures a matrix product and a copy on one device."""
+  """Measures the rates of a matrix product and of a copy on one device."""
   width = 8192 if subject.limits else 256
   # Random numbers, because a product of zeros takes less power.
   x = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16)

@@ -183,7 +183,7 @@ class Slices:
     return cloud.write(where, (json.dumps(record) + '\n').encode(), new=new)
 
   def _adopt(self) -> None:
-    """Takes the slice that exists, if the same command has requested it.
+    """Goes on with the slice that exists, if the same command requested it.
 
     The slice of another command stays untouched, whatever fails here.
     """

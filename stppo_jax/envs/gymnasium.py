@@ -80,7 +80,7 @@ class GymnasiumEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """Returns the tags, `vocabulary`, and the text of corrections."""
+    """See `protocol.Environment`; tags, `vocabulary` and the correction."""
     return [*game_text.TAGS, *vocabulary, game_text.CORRECTION]
 
   def episode(self, question: types.Question) -> '_Episode':

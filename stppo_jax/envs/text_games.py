@@ -115,7 +115,9 @@ class TextWorldEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """Returns the tags, `vocabulary`, the words of games, and the correction.
+    """See `protocol.Environment`.
+
+    The strings are tags, `vocabulary`, the words of games and the correction.
 
     Raises:
       ValueError: if the package `textworld` is missing.

@@ -125,7 +125,11 @@ class ToolsEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """Returns tags, parts of calls and replies, `vocabulary`, `_CORRECTION`."""
+    """See `protocol.Environment`.
+
+    The strings are tags, parts of calls and of replies, `vocabulary` and the
+    correction.
+    """
     calls = [
       f'{{"name": "{name}", "arguments": {{"{argument}": "'
       for name, kind in TOOLS.items()

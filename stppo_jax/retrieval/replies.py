@@ -18,7 +18,7 @@ from stppo_jax import types
 # The passages of each query; None for a query whose list is malformed.
 Answers = Sequence[list[types.Passage] | None]
 
-_LONGEST_INTEGER = 300  # digits; a longer integer is read as a float
+_LONGEST_INTEGER = 300  # an integer with more digits is read as a float
 _EXCERPT = 80  # characters of a reply that a message quotes
 # About the number of bytes that a cached answer takes in addition to its
 # strings.

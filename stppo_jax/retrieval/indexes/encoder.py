@@ -25,9 +25,9 @@ from stppo_jax.models.hf import weight_files
 
 Array = jax.Array
 
-_MAX_LENGTH = 512  # tokens; BERT is trained with no more positions
-_LENGTH_BUCKET = 32  # tokens; texts are padded to a multiple of this length
-_BATCH = 64  # texts per call
+_MAX_LENGTH = 512  # the most tokens of a text; BERT has no more positions
+_LENGTH_BUCKET = 32  # texts are padded to a multiple of so many tokens
+_BATCH = 64  # the number of texts that are encoded at once
 _NORM_EPS = 1e-12  # a mean state with a smaller norm is divided by this number
 
 
