@@ -163,7 +163,7 @@ def decode(
     0, shape.vocab_size, (rows, options.prompt), np.int32
   )
   run = functools.partial(_collect, engine, prompts_AL)
-  few = slice(0, 8)  # of more rows, the trainer's activations would not fit
+  few = slice(0, 8)  # with more rows, activations would not fit into memory
   token_ids, sampled = run(short)
   mean, most = _mismatch(
     model, params, prompts_AL[few], (token_ids[few], sampled[few])

@@ -37,8 +37,8 @@ class Line(NamedTuple):
     tokens: the number of tokens that the program worked on; 0 if it has none.
     operations: the operations that the formulas need, for a program that is
       compared with the rate of a matrix product; otherwise 0.
-    bytes: the bytes of memory that have to be read, for a program that is
-      compared with the rate of a copy; otherwise 0.
+    bytes: the bytes of memory that have to be read or written, for a program
+      that is compared with the rate of a copy; otherwise 0.
   """
 
   program: str

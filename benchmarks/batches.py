@@ -56,11 +56,12 @@ def dialogue_ids(
 def token_batch(
   *, rows: int, length: int, num_turns: int, seed: int = 0
 ) -> tuple[batch_lib.TokenBatch, np.ndarray, np.ndarray]:
-  """Returns a random annotated batch, and log-probabilities and entropy of it.
+  """Returns a random annotated batch for a policy loss.
 
-  The log-probabilities of the new policy differ so much from those of the old
-  policy that bounds of 1 - 0.2 and 1 + 0.2 clip a tenth of the turns, and a
-  larger share of the tokens. All numbers are float32.
+  The second and the third result are the log-probabilities and the entropy of
+  the new policy. The new policy is so far from the old policy that bounds of
+  1 - 0.2 and 1 + 0.2 clip a tenth of the turns, and a larger share of the
+  tokens. All numbers are float32.
   """
   rng = np.random.default_rng(seed)
   ids_BL = turn_ids(rng, rows, length, num_turns)

@@ -7,7 +7,7 @@ Dialogues are scripted (see `dialogues`): they are random, of known lengths, and
 written by a model that takes as long as any model of its shape. All cases of a
 table collect the same dialogues greedily and write the same tokens. This is
 asserted before anything is timed and checked again in every timed collection;
-log-probabilities agree to 1e-4. Each time is that of a whole collection, in
+log-probabilities agree to 1e-4. Each time is the time of a whole collection, in
 which texts are encoded and decoded, queries are answered on the event loop's
 thread, and dialogues start and end.
 
@@ -15,13 +15,14 @@ thread, and dialogues start and end.
 40 to 100 tokens, 1 to 3 searches, observations of 60 to 125 tokens, turns
 log-normal around 20 tokens, at most 125. These are a quarter of the lengths and
 limits of the paper's setting (at most 500 tokens in a turn and in an
-observation, 3 searches). Each dialogue has a slot. The peer calls
-`transformers` `generate` once a turn on all unfinished dialogues, from their
-first token on, and waits for the last one of a batch; it stops by the ids of
-the closing tokens. It runs with the fastest threads and batch size; a batch has
-dialogues of about the same length. It does not wait for a retriever.
+observation, 3 searches). Each dialogue has a slot. The peer, a loop over
+`generate` of `transformers`, calls `generate` once a turn on all unfinished
+dialogues, from their first token on, and waits for the last dialogue of a
+batch. `generate` stops by the ids of the closing tokens. The peer runs with the
+fastest number of threads and batch size. A batch has dialogues of about the
+same length. The peer does not wait for a retriever.
 
-Ours has settings for a CPU, not the defaults of `configs/base.py`: as many
+Our side has settings for a CPU, not the defaults of `configs/base.py`: as many
 `rollout.lanes` as there are cores, `batch_rows` 16, `decode_chunk` 24,
 `early_exit` 0.5, `lookahead` 0, ten pages a slot, and `deterministic=False`.
 Waves (`deterministic=True`) have only the lanes, the chunks and the pages: each

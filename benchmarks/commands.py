@@ -4,8 +4,8 @@
 
 Each command is a process of its own, whose time includes the start of Python.
 There is a bad config of every kind: an unknown key, a wrong type, a broken rule
-of one key and one of several keys, a bad algorithm, a missing file, and missing
-devices. The runs of `status` are made up.
+about one key, a broken rule about several keys, a bad algorithm, a missing
+file, and missing devices. The runs that `status` reads are made up.
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,11 @@ def seconds(arguments: Sequence[str], *, exit_code: int, repeats: int) -> float:
   """Returns the median CPU time of a command, in seconds.
 
   Raises:
-    RuntimeError: if the command ends with another exit code.
+    RuntimeError: if the command ends with another exit code than `exit_code`.
   """
   found = []
   for _ in range(repeats):
-    before = sum(os.times()[2:4])  # of children
+    before = sum(os.times()[2:4])  # CPU of children
     done = subprocess.run(
       [sys.executable, '-m', 'stppo_jax', *arguments],
       cwd=_ROOT,
@@ -60,9 +60,9 @@ def report(
   """Returns the table of the commands.
 
   Args:
-    folder: where made-up runs are written.
-    bad: config keys with values that are refused.
-    runs: the number of runs of `status`.
+    folder: the folder in which made-up runs are written.
+    bad: the KEY=VALUE pairs with which a config is refused, one at a time.
+    runs: the number of runs that `status` reads.
     repeats: how often each command is run.
   """
   rows = []

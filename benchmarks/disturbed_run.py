@@ -88,8 +88,8 @@ class DisturbedRun:
     self._output: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     self._current = self.workdir
     self._sent: dict[int, int] = {}  # process id -> the last signal it got
-    self._counting = threading.Lock()  # for `full`; each process has a thread
-    self._progressed = (0, math.inf)  # the newest step, and its time
+    self._counting = threading.Lock()  # several threads change `full`
+    self._progressed = (0, math.inf)  # the heartbeat's step, and since when
 
   def start(
     self, num_steps: int, *, workdir: pathlib.Path | None = None

@@ -98,7 +98,10 @@ def _slow_retriever(run: DisturbedRun, random: Random) -> bool:
 
 
 def _unread_bytes(port: int) -> int:
-  """Returns unread bytes plus connections that are not accepted, at a port."""
+  """Returns the number of unread bytes and of waiting connections at a port.
+
+  The two numbers are added.
+  """
   waiting = 0
   for line in pathlib.Path('/proc/net/tcp').read_text('ascii').splitlines()[1:]:
     _, local, _, state, queues, *_ = line.split()

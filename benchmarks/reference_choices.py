@@ -128,7 +128,8 @@ def _of_parts(
     algorithm: the algorithm.
     arrays: the arrays of the batch that the algorithm needs.
     mean_of_means: whether every microbatch with policy tokens has the same
-      weight. If False, a microbatch weighs as many as its policy tokens.
+      weight. If False, the weight of a microbatch is its number of policy
+      tokens.
   """
   gradient = functools.partial(
     lab.loss_and_gradient, algorithm, entropy_coefficient=0.0

@@ -207,7 +207,7 @@ def _cpu_seconds(pid: int) -> float:
   # The fields after the name of the process, which may contain spaces and is in
   # brackets.
   fields = (place / 'stat').read_text('utf-8').rpartition(')')[2].split()
-  ticks = int(fields[11]) + int(fields[12])  # user and system
+  ticks = int(fields[11]) + int(fields[12])  # time of the user, of the system
   own = ticks / os.sysconf('SC_CLK_TCK')
   return own + sum(_cpu_seconds(int(child)) for child in children.split())
 

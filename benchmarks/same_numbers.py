@@ -71,8 +71,8 @@ RUNS = {
     command='sft',
     flags=(
       '--config.model.path=',
-      # One step with questions of one hop, one step without errors, and then
-      # demonstrations with errors.
+      # One step of one-hop questions, one step of all questions, both without
+      # errors, and then demonstrations with errors.
       '--config.sft.clean_one_hop_steps=1',
       '--config.sft.clean_steps=1',
     ),
@@ -168,7 +168,7 @@ def compare_arrays(
 def _entry_bytes(x: np.ndarray) -> np.ndarray:
   """Returns a row of bytes for each entry of an array.
 
-  Compared by these bytes, a nan can equal a nan, and -0.0 differs from 0.0.
+  As bytes, two nans with the same bits are equal, and -0.0 differs from 0.0.
   """
   return np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, x.itemsize)
 

@@ -43,8 +43,8 @@ class Setting(NamedTuple):
     data, fsdp, expert, tensor: the sizes of the axes of the training mesh.
     decode_tensor: the number of chips over which the weights are divided in
       decoding.
-    rows: the number of rows that a group of chips with the same rows has in a
-      forward pass.
+    rows: the number of rows, in a forward pass, of each group of chips that
+      share rows.
   """
 
   data: int

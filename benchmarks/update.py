@@ -110,7 +110,11 @@ def subject(config, length: int) -> Subject:
 
 
 def assert_parity(metrics: Sequence[dict[str, float]]) -> None:
-  """Checks that all cases have equal losses if all ratios are 1."""
+  """Checks that losses are equal, as they must be if all ratios are 1.
+
+  Args:
+    metrics: the metrics of each case in a step whose ratios are all 1.
+  """
   one, *others = metrics
   for other in others:
     for name in ('actor/pg_loss', 'actor/entropy', 'critic/vf_loss'):
