@@ -3,31 +3,32 @@
     python -m stppo_jax ablate --config=studies/bounds.py --workdir=runs/bounds
     python -m studies.bounds runs/bounds/bounds.csv
 
-It needs the run runs/critic and has the stress of studies/dead_critic.py,
-beside the trained critic: 88 runs of about two core-minutes each. All that
-follows was written before the runs.
+This study needs the run runs/critic and has the stress of
+studies/dead_critic.py, with the trained critic: 88 runs of about two
+core-minutes each. All that follows was written before the runs.
 
-The bounds .8 and 1.2 were made for the ratio of one token. That of a turn of n
-tokens is a mean, and varies by n^-1/2 less where the tokens are independent
-(docs/turn_bounds.md: measured exponents of .44 to .54). A turn has 7 tokens
-here, so bounds of .075 should do for turns what .2 does for tokens.
+The bounds .8 and 1.2 were made for the ratio of one token. The ratio of a turn
+of n tokens is a mean, and its spread is smaller by a factor of n^-1/2 if the
+tokens are independent (docs/turn_bounds.md: measured exponents of .44 to .54).
+A turn has 7 tokens here, so bounds of .075 should do for turns what .2 does for
+tokens.
 
 Hypotheses, as differences of the area, the mean success of the 24 steps:
 
 1. Turn ratios are better with bounds of .1 than with .2.
-2. They are better with bounds that follow the length, `by_length`, than with
-   .2.
-3. They are worse with 4e-3, which would suit 2,500 independent tokens, than
-   with .1.
+2. Turn ratios are better with bounds that follow the length, `by_length`, than
+   with .2.
+3. Turn ratios are worse with 4e-3, which would suit 2,500 independent tokens,
+   than with .1.
 4. Turn ratios with `by_length` are better than token ratios with .2: at bounds
    that cut as often, the level matters and not only the width.
 
 Token ratios with narrower bounds are the control: if they are as stable as turn
-ratios that cut as many tokens, width is what helps. This is read off the tables
-(area beside cut) and not tested.
+ratios that cut as many tokens, the width of the bounds is what helps. This is
+read off the tables (area beside cut) and not tested.
 
-Stopping rule and analysis are those of studies/dead_critic.py: the seeds 0 to 7
-of all arms, and Holm's correction for the four comparisons.
+Stopping rule and analysis are as in studies/dead_critic.py: the seeds 0 to 7 of
+all arms, and Holm's correction for the four comparisons.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""Compares the four algorithms beside a dead critic and beside one that works.
+"""Compares the four algorithms with a dead critic and with a trained critic.
 
     python -m stppo_jax train --config=studies/critic.py:st_ppo \
         --workdir=runs/critic --config.num_steps=10 \
@@ -22,30 +22,34 @@ runs of token PPO with seed 100 and twice as many updates had been looked at,
 one for each critic: both collapsed within 10 steps, so the study has half as
 many updates.
 
-Stress: 16 updates on each collection of 32 dialogues. It is matched by the KL
-divergence of the first five steps, and not by the learning rate: in the study
-`pilot`, token PPO trains for 5 steps with seeds 100 and 101, which are in no
-study. Each critic gets the rate of the pilot whose mean KL (`actor/ppo_kl`) is
-nearest to 0.1 nats in its logarithm: that of studies/collapse.py at 4e-4. Its
-four algorithms share it. The pilot found .017, .028 and .053 beside the dead
-critic, and .050, .077 and .183 beside the trained one. So the dead one gets
-6.3e-4 and the trained one 4e-4, and the match is not exact.
+Stress: 16 updates on each collection of 32 dialogues. The stress beside the two
+critics is matched by the KL divergence of the first five steps, and not by the
+learning rate: in the study `pilot`, token PPO trains for 5 steps with seeds 100
+and 101, which are in no study. Each critic gets the rate of the pilot whose
+mean KL divergence (`actor/ppo_kl`) is nearest, in its logarithm, to 0.1 nats,
+which studies/collapse.py has at 4e-4. The four algorithms beside a critic share
+its rate. The pilot found .017, .028 and .053 beside the dead critic, and .050,
+.077 and .183 beside the trained critic. So the dead critic gets 6.3e-4 and the
+trained critic 4e-4, and the match is not exact.
 
 Hypotheses, as differences of the area: the mean success of the 24 steps.
 
 1. Beside the trained critic, turn ratios are better than token ratios.
-2. Beside it, the correction makes no difference with turn ratios.
-3. Nor does it with token ratios.
+2. Beside the trained critic, the correction makes no difference with turn
+   ratios.
+3. Beside the trained critic, the correction makes no difference with token
+   ratios.
 4. Beside the dead critic, turn ratios are better, as docs/collapse.md found on
    another task.
-5. With token ratios, the trained critic is better than the dead one.
-6. The turn ratio helps less beside the trained critic than beside the dead one.
+5. With token ratios, the trained critic is better than the dead critic.
+6. The turn ratio helps less beside the trained critic than beside the dead
+   critic.
 
 Stopping rule: the seeds 0 to 7 of all arms, and no more, whatever they show.
 The six arms that the hypotheses need come first, seed by seed, and the
 correction beside the dead critic last. If the time does not suffice, the seeds
 that these six arms have are reported, and nothing is claimed from fewer than
-eight.
+eight seeds.
 
 Analysis: the paired difference of the area over seeds with its bootstrap
 interval, and the p-value of its sign-flip test, with Holm's correction for the
@@ -53,14 +57,15 @@ six comparisons. A hypothesis of a difference holds if its corrected p is below
 .05 and the sign is right. Hypotheses 2 and 3 cannot be proved: they fail if
 there is a difference. Everything else in the tables is description.
 
-Added after the runs: 5 holds, but the dead critic has the larger rate. So token
-PPO was trained beside the dead critic at the rate of the trained one, too, with
-the same seeds. It is compared by itself, and proves nothing that was planned.
+Added after the runs: hypothesis 5 holds, but the dead critic has the larger
+rate. So token PPO was trained beside the dead critic at the rate of the trained
+critic, too, with the same seeds. This comparison is separate, and proves
+nothing that was planned.
 
-An oracle critic is left out. Values of each turn's three prefixes from 8
-continuations take some 1,000 dialogues' worth of tokens a step, 30 times the
-collection, or 7 core-minutes a run in place of one; and values at every token,
-which GAE reads, take more.
+An oracle critic is left out. To estimate the values of each turn's three
+prefixes from 8 continuations would take as many tokens per step as some 1,000
+dialogues, 30 times the collection, and so 7 core-minutes per run in place of
+one. Values at every token, which GAE reads, would take more.
 """
 
 from collections.abc import Mapping, Sequence

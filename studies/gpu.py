@@ -4,14 +4,16 @@
         --jobs=8
 
 A policy is trained from random weights to imitate the demonstrations of
-studies/critic.py. From it the four algorithms of the paper train under the
-stress of studies/collapse.py: 32 updates on each collection. A critic of the
-same size first learns beside the frozen policy, for as many steps in each run.
+studies/critic.py. The four algorithms of the paper train this policy further
+under the stress of studies/collapse.py: 32 updates on each collection. A critic
+of the same size first learns beside the frozen policy, for the same number of
+steps in each run.
 
-Eight runs share the GPU, because one alone leaves it idle between its kernels.
-The same command goes on after an interruption. For pieces of 9 minutes, which
-leave 40 seconds to save, put `timeout 500` before it and repeat it until its
-exit code is 0. Most of a run's time is compilation, so set
+Eight runs share the GPU, because a single run leaves the GPU idle between its
+kernels. The same command goes on after an interruption. For pieces of 9
+minutes, which leave 40 seconds to save, put `timeout 500` before the command,
+and repeat the command until its exit code is 0. Most of a run's time is
+compilation, so set
 
     export JAX_COMPILATION_CACHE_DIR=FOLDER
     export XLA_PYTHON_CLIENT_MEM_FRACTION=.12
@@ -19,10 +21,11 @@ exit code is 0. Most of a run's time is compilation, so set
     export XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_triton_gemm=false"
 
 These flags keep XLA from timing variants of each kernel, and a program of an
-update compiles in 6 to 10 seconds in place of 25. With them, an H100 took 3
-minutes for the start, 2 for the pilot and 6 for the eight commands that
-`--dry_run` prints, which a script started at once. It gave each .10 of the
-memory, which was too little for one run; that went on with more.
+update compiles in 6 to 10 seconds in place of 25. With these flags, an H100
+took 3 minutes for the start, 2 for the pilot and 6 for the eight commands that
+`--dry_run` prints, which a script started at the same time. The script gave
+each run .10 of the memory, which was too little for one run; this run went on
+with more memory.
 
 The rate of the policy is chosen before the runs, as in studies/dead_critic.py:
 token PPO trains for 5 steps after the warm-up with seed 100 and each rate of
@@ -36,13 +39,14 @@ nearest to 0.1 nats in its logarithm:
 
 The pilot found .006, .035 and .262 nats, so the rate is 1.2e-4.
 
-Hypotheses, of the area, which is the mean success of all steps: that of turn
-PPO is larger than that of token PPO in both seeds, and the correction changes
-the area by less than .1 beside either ratio. Two seeds can prove neither. They
-tell whether what holds for 170 thousand weights may hold for 230 times as many.
-Hypotheses and the rule of the rate were committed before the runs. The figures
-of the pilot, the rate, and the shorter start (1,100 steps and not 1,600, which
-was decided before the pilot) were committed with the first report.
+Two hypotheses about the area, which is the mean success of all steps: the area
+of turn PPO is larger than the area of token PPO in both seeds, and the
+correction changes the area by less than .1 with either ratio. Two seeds can
+prove neither hypothesis. They tell whether what holds for 170 thousand weights
+may hold for 230 times as many. The hypotheses, and the rule by which the rate
+is chosen, were committed before the runs. The figures of the pilot, the rate,
+and the shorter start (1,100 steps and not 1,600, which was decided before the
+pilot) were committed with the first report.
 """
 
 from stppo_jax.configs import base

@@ -8,42 +8,45 @@
     python -m studies.long_turns runs/long_turns/long_turns.csv
 
 In study 2 of docs/collapse.md all runs with turns of 60 tokens collapse, at one
-learning rate for all lengths. Is it the length, or how far the policy moves?
-The task and its updates are those of studies/collapse.py, and a run has 24
-steps. The starts go on from that of the quickstart, as in study 2. What follows
-was written before the runs.
+learning rate for all lengths. Is the cause the length, or how far the policy
+moves? The task and the updates are the same as in studies/collapse.py, and a
+run has 24 steps. The starts go on from the quickstart's start, as in study 2.
+What follows was written before the runs.
 
 Stress: the KL divergence of the first five steps is matched in two ways.
 
-- `per token`: the mean over tokens (`actor/ppo_kl`) is nearest to 0.1 nats, as
-  with turns of 10 tokens at the rate of studies/collapse.py. A turn of 100
-  tokens then moves ten times as far.
-- `per turn`: that mean times the tokens of a turn is the same for all lengths,
-  some 1 nat, so that turns move equally far: 0.033 and 0.01 nats per token.
+- `per token`: the mean KL divergence of a token (`actor/ppo_kl`) is nearest to
+  0.1 nats, as with turns of 10 tokens at the rate of studies/collapse.py. A
+  turn of 100 tokens then moves ten times as far as a turn of 10 tokens.
+- `per turn`: this mean times the number of tokens of a turn is the same for all
+  lengths, some 1 nat, so that turns move equally far. For turns of 30 and 100
+  tokens, these are 0.033 and 0.01 nats per token.
 
-With turns of 10 tokens both are the same, and studies/collapse.py has found .11
-nats for token ratios and .12 for those of turns at 4e-4. For the other lengths,
-token and turn PPO train for five steps with seed 100, which is in no study, at
-each of `_RATES`. Each level gets the rate whose KL is nearest in its logarithm.
+With turns of 10 tokens both ways are the same, and studies/collapse.py has
+found .11 nats for token ratios and .12 for turn ratios at 4e-4. For the other
+lengths, token and turn PPO train for five steps with seed 100, which is in no
+study, at each of `_RATES`. Each level gets the rate whose KL divergence is
+nearest to the wanted one, in its logarithm.
 
 With turns of 100 tokens the pilot found .009, .015, .078, .099 and .272 nats
 per token for token ratios, from the smallest rate to the largest, and .012,
-.021, .048, .064, .072 and .131 for those of turns. At 1.6e-4 turn ratios were
-already too fast, so their four smaller rates were added then, and the three
-larger ones left out, of which one had made a step. One seed for each rate is
-noisy. The pilot of 30 tokens came after the runs of the other lengths. It found
-.011, .025, .042, .116 and .150 nats per token for token ratios, and .005, .008,
-.014, .029, .073 and .077 for those of turns.
+.021, .048, .064, .072 and .131 for turn ratios. At 1.6e-4, turn ratios had
+already moved the policy too far. So four smaller rates were then added for turn
+ratios. Three larger rates, of which one had made a step, were left out. One
+seed for each rate is noisy. The pilot of 30 tokens came after the runs of the
+other lengths. It found .011, .025, .042, .116 and .150 nats per token for token
+ratios, and .005, .008, .014, .029, .073 and .077 for turn ratios.
 
 Hypotheses:
 
-1. Per turn, fewer than half of the runs with turns of 100 tokens collapse, and
-   per token more than half do: what destroys runs is how far a turn moves.
-2. Per turn, the area of turn ratios minus that of token ratios is above 0 at
-   each length.
+1. If the stress is matched per turn, fewer than half of the runs with turns of
+   100 tokens collapse; if it is matched per token, more than half collapse.
+   What destroys runs is how far a turn moves.
+2. If the stress is matched per turn, the area of turn ratios minus the area of
+   token ratios is above 0 at each length.
 
-Stopping rule: the seeds 0 to 3 of all arms, and no more. Four seeds cannot have
-a p below .125, so that nothing is claimed from them.
+Stopping rule: the seeds 0 to 3 of all arms, and no more. With four seeds, p is
+never below .125, so nothing is claimed from them.
 """
 
 import pathlib

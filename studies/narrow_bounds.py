@@ -4,10 +4,11 @@
         --workdir=runs/narrow_bounds --seeds=8,9,10,11,12,13,14,15
     python -m studies.narrow_bounds runs/narrow_bounds/narrow_bounds.csv
 
-It needs the run runs/critic and has the settings of studies/bounds.py. In that
-study turn ratios with bounds of .01 and 4e-3 had more success than token ratios
-with any bounds; but it had planned to compare other arms. So the arms that look
-best there are repeated with the seeds 8 to 15. This was written before them.
+This study needs the run runs/critic and has the settings of studies/bounds.py.
+In the study of bounds, turn ratios with bounds of .01 and 4e-3 had more success
+than token ratios with any bounds, but the plan was to compare other arms. So
+the arms that look best there are repeated with the seeds 8 to 15. This was
+written before their runs.
 
 Hypotheses, as differences of the area, the mean success of the 24 steps, all of
 them above 0:
@@ -17,8 +18,8 @@ them above 0:
 3. Turn ratios with 4e-3, minus token ratios with .2.
 4. Turn ratios with .01, minus token ratios with the same bounds.
 
-Stopping rule: the seeds 8 to 15 of all arms, and no more. The analysis is that
-of studies/dead_critic.py, with Holm's correction for the four comparisons.
+Stopping rule: the seeds 8 to 15 of all arms, and no more. The analysis is as in
+studies/dead_critic.py, with Holm's correction for the four comparisons.
 """
 
 import pathlib

@@ -9,18 +9,19 @@
         --workdir=runs/real_text
     python -m studies.real_text runs/real_text/real_text.csv
 
-docs/your_own_data.md describes the two files of the first command. It may be
-stopped once the folder runs/real/data is there, for which it holds out a
-quarter of the questions. The tables of docs/collapse.md are of 4,693 questions
-of Natural Questions and their 4,499 paragraphs (QED). Hypotheses 1 to 3, the
-stress and the rule that stops the study were written before all runs,
-hypothesis 4 after the pilot; what came later is marked.
+docs/your_own_data.md describes the two files of the first command. This command
+may be stopped as soon as it has written the folder runs/real/data, in which a
+quarter of the questions is held out. The tables of docs/collapse.md are about
+4,693 questions of Natural Questions and their 4,499 paragraphs (QED).
+Hypotheses 1 to 3, the stress and the rule that stops the study were written
+before all runs, hypothesis 4 after the pilot; what came later is marked.
 
-The model, the task and the demonstrations are those of configs/own.py: it
-searches once, reads one passage, and quotes up to 40 words of it, so that turns
-are some five times as long as those of the synthetic encyclopedia. Half of the
-demonstrations err, and not three of four: dialogues that earn nothing show no
-difference between algorithms.
+The model, the task and the demonstrations are those of configs/own.py: the
+demonstrator searches once, reads one passage, and quotes up to 40 words of the
+passage, so that turns are some five times as long as turns about the synthetic
+encyclopedia. Half of the demonstrations err, and not three of four as in
+configs/own.py, because dialogues that earn nothing show no difference between
+algorithms.
 
 Stress: 16 updates on each collection of 32 dialogues. In studies/dead_critic.py
 the rate was matched for token ratios only, and turn ratios moved the policy
@@ -29,35 +30,36 @@ and turn PPO train for 5 steps with the seeds 100 and 101, which are in no
 study, at each rate of `_RATES`. A level gets the rate whose mean KL divergence
 (`actor/ppo_kl`, the table that `python -m studies.dead_critic PILOT.csv`
 prints) is nearest to 0.1 nats in its logarithm. The pilot found .041, .149 and
-.644 for token ratios, and .123, .267 and .340 for those of turns. So token
-ratios get 5e-4 and turn ratios 2.5e-4.
+.644 for token ratios, and .123, .267 and .340 for turn ratios. So token ratios
+get 5e-4 and turn ratios 2.5e-4.
 
 Hypotheses, as differences of the area, the mean success of the 24 steps:
 
 1. Turn ratios are better than token ratios.
 2. The correction makes no difference with turn ratios.
-3. Nor does it with token ratios.
+3. The correction makes no difference with token ratios.
 4. Turn ratios with bounds of .01 are better than with .2, at the same rate, as
    in studies/bounds.py.
 
-Stopping rule: the seeds 0 to 7 of all arms, and no more. The analysis is that
-of studies/dead_critic.py, with Holm's correction for the four comparisons.
+Stopping rule: the seeds 0 to 7 of all arms, and no more. The analysis is as in
+studies/dead_critic.py, with Holm's correction for the four comparisons.
 Nothing is claimed from fewer than eight seeds.
 
-Changed after the runs of seed 0, which took longer than thought: the arms of
-hypotheses 1 and 4 come first, and each comparison has the seeds that its own
-arms have. Holm's correction counts all four, also those that were not made.
+Changed after the runs of seed 0, which took longer than expected: the arms of
+hypotheses 1 and 4 come first, and each comparison uses the seeds that its own
+arms have. Holm's correction counts all four comparisons, also comparisons that
+were not made.
 
-Added after five seeds of these arms had been seen: token ratios at the rate of
-turn ratios, because a difference between levels may be one between their rates,
-as it was between critics in studies/dead_critic.py. These two comparisons are
-description.
+Added after five seeds of the arms of hypotheses 1 and 4 had been seen: token
+ratios at the rate of turn ratios. A difference between levels may come from
+their different rates, as the difference between critics did in
+studies/dead_critic.py. The two comparisons with this arm are description.
 
-Added after all seeds of these arms, and one seed of the arms with the
-correction, had been seen: all 48 runs are made anew on another machine, from a
-start that is made anew there. Only so do the arms with the correction begin
-from the policy of the others. The tables are of the new runs alone, and
-docs/collapse.md also says what the differences of the first 34 runs were.
+Planned after all seeds of these arms, and one seed of the arms with the
+correction, had been seen: all 48 runs are to be made anew on another machine,
+from a start that is made anew there, because the arms with the correction must
+begin from the same policy as the others. Until then, the tables of
+docs/collapse.md are of the first 34 runs.
 """
 
 import pathlib

@@ -7,47 +7,49 @@
         --workdir=runs/sizes
     python -m studies.sizes runs/sizes/sizes.csv
 
-The task and its updates are those of studies/collapse.py: 32 on a collection of
-32 dialogues. A run has 24 steps. The small model begins with the quickstart's
-start, and the others with starts of their own, from random weights and by the
-same demonstrations. All compute in float32. Sizes also differ in their starts,
-in depth, and in the machine, so they are not compared with one another. The
-largest needs a GPU; with several runs on it, set the variables of
-studies/gpu.py. What follows was written before the runs of the study, the
-pilot's figures after the pilot, and the last paragraph after the runs.
+The task and the updates are the same as in studies/collapse.py: 32 updates on
+each collection of 32 dialogues. A run has 24 steps. The small model begins with
+the quickstart's start. Each larger model begins with a start of its own, which
+is trained from random weights on the same demonstrations. All models compute in
+float32. Sizes also differ in their starts, in depth, and in the machine, so
+they are not compared with one another. The largest model needs a GPU; if
+several runs share the GPU, set the variables of studies/gpu.py. What follows
+was written before the runs of the study, the pilot's figures after the pilot,
+and the last paragraph after the runs.
 
 Stress: each level of each size gets the rate whose KL divergence of the first
 five steps (the mean of `actor/ppo_kl`) is nearest to 0.1 nats in its logarithm.
 For the two larger sizes, token and turn PPO train for five steps with seed 100,
-which is in no study, at each of `_RATES`. For the smallest, studies/collapse.py
-found .11 nats for token ratios and .12 for those of turns at 4e-4, with the
-three seeds of its study of lengths. One seed for each rate is noisy: the pilot
-found .053, .105, .361 and .548 for token ratios of 2 million weights, and .124,
-.088, .230 and .406 for those of turns; with 10 million .067, .165, .294 and, in
-the three steps for which there was time, .278; and .100, .254, .291 and .184.
-So both levels have the same rate at each size.
+which is in no study, at each of `_RATES`. For the smallest size,
+studies/collapse.py found .11 nats for token ratios and .12 for turn ratios at
+4e-4, with the three seeds of its study of lengths. One seed for each rate is
+noisy. With 2 million weights, the pilot found .053, .105, .361 and .548 for
+token ratios, and .124, .088, .230 and .406 for turn ratios. With 10 million
+weights, it found .067, .165, .294 and, in the three steps for which there was
+time, .278 for token ratios, and .100, .254, .291 and .184 for turn ratios. So
+both levels have the same rate at each size.
 
 Hypotheses, for each of the two larger sizes, as differences of the area, the
 mean success of the 24 steps, all of them above 0:
 
 1. Turn ratios with bounds of .2, minus token ratios with .2.
-2. Turn ratios with bounds of .01, minus token ratios with .2. Both ratios of
-   turns have the same rate.
+2. Turn ratios with bounds of .01, minus token ratios with .2. Both arms with
+   turn ratios have the same rate.
 
 Stopping rule: the seeds 0 to 7, as far as 14 minutes of one GPU reach, in whole
-seeds of all arms of both sizes. The analysis is that of studies/dead_critic.py,
+seeds of all arms of both sizes. The analysis is as in studies/dead_critic.py,
 with Holm's correction for the four comparisons. Nothing is claimed from fewer
 than eight seeds; the smallest size is description.
 
-What came otherwise: an H100 spent 5 minutes on the two starts, 6 on the pilot,
-whose programs were compiled for each rate, and 2.5 on twelve runs at once, the
-seeds 0 to 3 with 2 million weights. When these had been seen, the seeds 4 to 7
-of this size were made on CPUs, where a run takes 8 minutes of a core, and after
-them the 24 runs of the smallest size, there as well. Another H100 then made the
-24 runs with 10 million weights in 9.5 minutes, 16 of them at once, after the
-three runs of seed 0 had compiled the programs. The commands that `--dry_run`
-prints were started by a script, and `ablate` gathered the table from their
-folders.
+What happened in place of this plan: an H100 spent 5 minutes on the two starts,
+6 on the pilot, whose programs were compiled for each rate, and 2.5 on twelve
+runs at the same time, the seeds 0 to 3 with 2 million weights. When these runs
+had been seen, the seeds 4 to 7 of this size were made on CPUs, where a run
+takes 8 minutes of a core. Then the 24 runs of the smallest size were made on
+CPUs, too. Another H100 then made the 24 runs with 10 million weights in 9.5
+minutes, up to 16 runs at the same time, after the three runs of seed 0 had
+compiled the programs. The commands that `--dry_run` prints were started by a
+script, and `ablate` gathered the table from their folders.
 """
 
 import pathlib

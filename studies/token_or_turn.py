@@ -5,9 +5,10 @@
 
 Both algorithms train from the same weights and, with each seed, on the same
 questions, under the stress of studies/collapse.py, where the policy moves far
-from the one that collected. runs/token_or_turn/report.html shows the runs side
-by side and their paired differences. A few seeds prove nothing: the study
-`levels` of studies/collapse.py has eight, and docs/collapse.md its results.
+from the policy that collected. runs/token_or_turn/report.html shows the runs
+side by side and their paired differences. A few seeds prove nothing: the study
+`levels` of studies/collapse.py has eight seeds, and docs/collapse.md has its
+results.
 """
 
 from stppo_jax.configs import base

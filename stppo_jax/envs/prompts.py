@@ -58,8 +58,8 @@ def load_template(path: str, built_in: str = BUILT_IN) -> str:
 def fill(template: str, question: types.Question) -> str:
   """Returns the prompt with the text of a question.
 
-  In a choice question, the options follow the text, one per line. In these
-  texts, tags of a dialogue, such as <search>, become (search) and the like.
+  In a choice question, the options follow the text, one per line. A tag of a
+  dialogue in these texts, such as <search>, gets round brackets: (search).
   """
   text = question.text
   if question.kind == 'choice':
@@ -73,8 +73,8 @@ def fill(template: str, question: types.Question) -> str:
 def information(passages: Sequence[types.Passage]) -> protocol.Observation:
   """Returns passages as an observation.
 
-  In the passages, tags of a dialogue, such as <answer>, become (answer) and the
-  like.
+  A tag of a dialogue in the passages, such as <answer>, gets round brackets:
+  (answer).
   """
   body = ''.join(
     f'Doc {i}(Title: {passage.title}) {passage.text}\n'

@@ -205,8 +205,8 @@ class ToolsEnvironment(protocol.Environment):
 def _response(output: str) -> protocol.Observation:
   """Returns a tool's output as an observation.
 
-  In the output, tags of a dialogue, such as <answer>, become (answer) and the
-  like.
+  A tag of a dialogue in the output, such as <answer>, gets round brackets:
+  (answer).
   """
   return protocol.Observation(
     prefix=_RESPONSE[0],

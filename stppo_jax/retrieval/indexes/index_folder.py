@@ -229,9 +229,8 @@ def building(
 ) -> Iterator[None]:
   """Makes a folder, and locks it for the body of the `with` statement.
 
-  While this process holds the lock, other processes wait. If two processes
-  built in the folder, one process could replace files that the other process
-  has mapped.
+  Another process that wants to build in the folder waits for the lock. Without
+  the lock, one process could replace files that another process has mapped.
 
   Args:
     path: the folder.
