@@ -45,8 +45,8 @@ class Published:
     title: the full name of the data set.
     home: the web page on which a person finds the data set.
     licence: the licence under which the authors publish the data set.
-    read: the function that converts a row of the files to our fields, see
-      `formats`.
+    read: the function of `formats` that converts a row of the files to the
+      fields of a question.
     originals: the files that the authors publish.
     columns: the names of the columns, if the files have no header line.
   """

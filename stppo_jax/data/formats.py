@@ -196,9 +196,10 @@ def _parsed(value: Any) -> Any:
 
 
 def _pairs(value: Any, first: str, second: str) -> list[tuple[Any, Any]]:
-  """Returns the pairs in a list of pairs, or in a dict of two columns.
+  """Returns the pairs that a field holds, as a list.
 
-  Copies on the hub have such a dict, with the columns `first` and `second`.
+  The field holds a list of pairs. In copies on the hub, it holds a dict of two
+  columns in place of the list; `first` and `second` are the columns' names.
   """
   value = _parsed(value)
   if isinstance(value, Mapping):

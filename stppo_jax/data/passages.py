@@ -37,12 +37,13 @@ def _parse(document: Any, number: int) -> types.Passage:
 
 
 def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:
-  """Returns the passage of a document in one of the two forms.
+  """Returns the passage of a document.
 
-  Some servers send no ids. If a document has no id, the passage has the id ''.
+  The document has `contents`, or `title` and `text`. Some servers send no ids.
+  If a document has no id, the passage has the id ''.
 
   Raises:
-    ValueError: if the document has neither form, or a value has a wrong type.
+    ValueError: if a field is missing or has a value of a wrong type.
   """
   if not isinstance(document, Mapping):
     raise ValueError(f'expected an object, got {_short(document)}')

@@ -60,14 +60,14 @@ def read_questions(
 
 
 def is_question(fields: Any) -> bool:
-  """Returns whether a row has our fields, or fields of Search-R1 or verl."""
+  """Returns whether a row is a question of this code, Search-R1 or verl."""
   return isinstance(fields, Mapping) and not fields.keys().isdisjoint(
     ('answers', 'golden_answers', 'reward_model')
   )
 
 
 def with_our_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the fields of a row under our names.
+  """Returns the fields of a row under the names that `parse_question` reads.
 
   Raises:
     ValueError: if a row of verl has no golden answers.

@@ -202,7 +202,7 @@ def load(name: str) -> Any:
 
 
 def _start(call: Callable[[], Any]) -> futures.Future:
-  """Starts a call on a thread of its own, and returns its future.
+  """Starts a call on a new thread, and returns the future of its result.
 
   There is no pool of threads, because calls that never return would use up the
   threads of a pool, and the process would wait for these threads when it ends.

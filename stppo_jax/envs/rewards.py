@@ -229,7 +229,10 @@ def _plain(text: str) -> str:
 
 
 def _well_formed(text: str, kind: str) -> bool:
-  """Returns whether a turn has the right form, and an action named `kind`."""
+  """Returns whether a turn has the action `kind` and the right form.
+
+  The function `format_reward` describes the form.
+  """
   text = _END_OF_TURN.sub('', text)
   return (
     text.endswith(f'</{kind}>')

@@ -174,6 +174,10 @@ class TextWorldEnvironment(protocol.Environment):
     """Returns the next command of a solution, and all possible commands.
 
     The next command is None if the game is solved or can no longer be solved.
+
+    Args:
+      number: the number of the game.
+      played: the commands that have been played so far.
     """
     game = self._begin(number)
     for command in played:
@@ -302,7 +306,7 @@ class _Game:
 
   @functools.cached_property
   def _commands(self) -> Mapping[str, Any]:
-    """The possible actions of TextWorld, by the commands that play them."""
+    """TextWorld's actions that are possible now, by the player's commands."""
     return {
       self._command(action): action
       for action in self._progress.valid_actions

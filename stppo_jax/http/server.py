@@ -87,7 +87,12 @@ def application(
 
 
 def require(is_fine: bool, line: str) -> None:
-  """Refuses a request with status 422 and a line if `is_fine` is False."""
+  """Raises `Refusal` with status 422 if `is_fine` is False.
+
+  Args:
+    is_fine: whether the request is fine.
+    line: the message of the refusal.
+  """
   if not is_fine:
     raise Refusal(422, line)
 

@@ -42,7 +42,7 @@ _ENCODED_AT_ONCE = 2048  # the passages whose vectors are written together
 
 
 class VectorIndex:
-  """Finds passages whose vectors have large products with a query's vector.
+  """Finds the passages with the largest inner products with a query's vector.
 
   Args:
     passages: the P passages; a passage is read only when a search finds it.
