@@ -65,8 +65,8 @@ def find(accelerator: str) -> Slice:
   """Returns the slice that has a name in Cloud TPU, such as v5litepod-16.
 
   Raises:
-    ValueError: if there is no such slice; the message is one line that says
-      what the name must be.
+    ValueError: if there is no such slice; the message is one line that begins
+      with "must be", for a caller that writes the flag in front of it.
   """
   name, _, count = accelerator.rpartition('-')
   known = {x.accelerator: x for x in GENERATIONS.values() if x.accelerator}

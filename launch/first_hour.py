@@ -99,7 +99,7 @@ class Subject(NamedTuple):
 
 
 def devices(subject: Subject) -> Iterator[Line]:
-  """Compares the number and memory of the devices with what `plan` assumes."""
+  """Compares the devices with the mesh and with their published memory."""
   kind = jax.devices()[0].device_kind
   yield Line(f'devices of kind {kind}', jax.device_count(), subject.mesh.size)
   yield Line('hosts', jax.process_count(), subject.hosts.count)

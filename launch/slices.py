@@ -294,7 +294,7 @@ class Slices:
     if len(codes) >= self._slice.machines:
       if any(codes):
         return exits.TRY_AGAIN
-      # The last worker also writes this marker, unless it is deleted first.
+      # The last worker writes this marker, too, if its slice still exists.
       cloud.write(self._marker, f'{self._job}\n'.encode())
       return 0
     is_new = not live['active'] and now - live['asked'] < _NEW

@@ -140,7 +140,7 @@ def require(tool: str) -> None:
 def _check(
   name: str, flags: absl_flags.FlagValues, given: command_line.Given
 ) -> tuple[source_lib.Source | None, str]:
-  """Checks the values of all flags, and fills in values that were left out.
+  """Checks the values of all flags; completes the name, workdir and config.
 
   Returns:
     The source that the workers run, or None if the workers have the code

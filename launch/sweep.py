@@ -249,8 +249,8 @@ def grid(file: str) -> dict[str, list[str]]:
   """Returns the flags of each run of a config file's sweep, by name.
 
   Raises:
-    Misconfigured: if the file has no function sweep(), or the function does not
-      return a dict of lists.
+    Misconfigured: if the file has no function sweep(), if the function does not
+      return a dict of lists, or if two runs would have the same name.
   """
   start = f'--config={file}: '
   with exits.naming(f'--config={file}'):

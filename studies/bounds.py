@@ -8,10 +8,10 @@ studies/dead_critic.py, with the trained critic: 88 runs of about two
 core-minutes each. All that follows was written before the runs.
 
 The bounds .8 and 1.2 were made for the ratio of one token. The ratio of a turn
-of n tokens is a mean, and its spread is smaller by a factor of n^-1/2 if the
-tokens are independent (docs/turn_bounds.md: measured exponents of .44 to .54).
-A turn has 7 tokens here, so bounds of .075 should do for turns what .2 does for
-tokens.
+of n tokens is a mean, and its spread is n^-1/2 times the spread of one token's
+ratio if the tokens are independent (docs/turn_bounds.md: measured exponents of
+.44 to .54). A turn has 7 tokens here, so bounds of .075 should do for turns
+what .2 does for tokens.
 
 Hypotheses, as differences of the area, the mean success of the 24 steps:
 

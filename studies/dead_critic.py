@@ -1,4 +1,4 @@
-"""Compares the four algorithms with a dead critic and with a trained critic.
+"""Compares the four algorithms beside a dead critic and a trained critic.
 
     python -m stppo_jax train --config=studies/critic.py:st_ppo \
         --workdir=runs/critic --config.num_steps=10 \
@@ -82,10 +82,10 @@ _LEVELS = ('token_ppo', 's_ppo', 'turn_ppo', 'st_ppo')
 WARM = 'runs/critic'
 _RATE = 'policy_optimizer.learning_rate'
 _RATES = (2.5e-4, 4e-4, 6.3e-4)
-# The policy of both is the policy from which the warm-up of the trained critic
-# started; the warm-up has not changed this policy. The dead critic is a new
-# value model, whose values are .5, the middle of loss.value_range. With a
-# learning rate of 0, it stays as it is.
+# Both critics get the same policy: the warm-up of the trained critic started
+# from this policy and has not changed it. The dead critic is a new value model,
+# whose values are .5, the middle of loss.value_range. With a learning rate of
+# 0, it stays as it is.
 _CRITICS = {
   'dead': {
     'init_from': '',
@@ -119,7 +119,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
 
 
 def only_curves(config: base.Config) -> None:
-  """Turns off all that the studies do not read, and all early ends of runs."""
+  """Turns off all that the studies do not read, and lets no run end early."""
   config.evaluate.every = 0  # the success of the sampled dialogues is enough
   config.checkpoint.every = 8
   config.checkpoint.keep = 1

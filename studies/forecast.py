@@ -23,9 +23,9 @@ from stppo_jax.tools import score_report
 from stppo_jax.tools import success_curve
 from stppo_jax.tools.ablation import results
 
-LEAD, _HORIZON = 5, 10  # the least and most steps before a collapse
+LEAD, _HORIZON = 5, 10  # the fewest and most steps before a collapse
 _QUANTILES = np.linspace(0.3, 0.999, 120)  # the thresholds that are tried
-_LEAST = 20  # the steps before collapses that an area under the curve needs
+_LEAST = 20  # fewer steps shortly before a collapse give no area
 # Returns, for each step of a run, the mean of a metric over the last five
 # steps. In the first four steps this is nan.
 Signal = Callable[[results.Run], np.ndarray]
@@ -34,15 +34,15 @@ Signal = Callable[[results.Run], np.ndarray]
 def _mean(column: str, *, sign: float = 1.0) -> Signal:
   """Returns the signal of a metric: the mean of a column, times `sign`.
 
-  The sign is -1 if small numbers are a bad sign.
+  `sign` is -1 if small values of the metric should forecast a collapse.
   """
 
   def signal(run: results.Run) -> np.ndarray:
     values = sign * run.per_step(column)
     window = success_curve.WINDOW
     means = np.full(len(values), np.nan)
-    # In a step whose returns hardly vary, the explained variance can be -2,793,
-    # which tells nothing. So values are clipped.
+    # In a step whose returns hardly vary, the explained variance can be below
+    # -2,000, which tells nothing. So values are clipped.
     values = np.clip(values, -100, 100)
     means[window - 1 :] = np.convolve(values, np.ones(window) / window, 'valid')
     return means
@@ -120,7 +120,7 @@ def _counts(pairs, threshold: float) -> tuple[np.ndarray, list[float]]:
   forecast to the collapse.
 
   Args:
-    pairs: the values of a metric in each step of a run, and the run.
+    pairs: for each run, the metric in each of its steps, and the run itself.
     threshold: the threshold of the metric.
   """
   counts, leads = np.zeros(3, int), []
@@ -144,10 +144,11 @@ def _f1(counts: np.ndarray) -> float:
 def _area(pairs) -> list[float]:
   """Returns a list with the area under the curve of a study.
 
-  The list is empty if too few steps come before a collapse.
+  The list is empty if the study has too few steps that are 5 to 10 steps before
+  a collapse.
 
   Args:
-    pairs: the values of a metric in each step of a run, and the run.
+    pairs: for each run, the metric in each of its steps, and the run itself.
   """
   before, others = [], []
   for values, run in pairs:
@@ -165,9 +166,9 @@ def _area(pairs) -> list[float]:
 
 
 def of_tables(paths: Sequence[pathlib.Path]) -> list[list[str]]:
-  """Returns the table of the studies in files; a file holds the runs of one.
+  """Returns the table of the studies in files, one study in each file.
 
-  A run that several files hold counts only in the first of them.
+  A run that is in several files counts only in the first of these files.
   """
   seen: set[tuple[str, int]] = set()
   studies = {}

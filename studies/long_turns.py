@@ -41,7 +41,7 @@ Hypotheses:
 
 1. If the stress is matched per turn, fewer than half of the runs with turns of
    100 tokens collapse; if it is matched per token, more than half collapse.
-   What destroys runs is how far a turn moves.
+   That is, what destroys runs is how far a turn moves.
 2. If the stress is matched per turn, the area of turn ratios minus the area of
    token ratios is above 0 at each length.
 

@@ -8,7 +8,7 @@ This study needs the run runs/critic and has the settings of studies/bounds.py.
 In the study of bounds, turn ratios with bounds of .01 and 4e-3 had more success
 than token ratios with any bounds, but the plan was to compare other arms. So
 the arms that look best there are repeated with the seeds 8 to 15. This was
-written before their runs.
+written before these runs.
 
 Hypotheses, as differences of the area, the mean success of the 24 steps, all of
 them above 0:

@@ -11,10 +11,11 @@
 
 docs/your_own_data.md describes the two files of the first command. This command
 may be stopped as soon as it has written the folder runs/real/data, in which a
-quarter of the questions is held out. The tables of docs/collapse.md are about
-4,693 questions of Natural Questions and their 4,499 paragraphs (QED).
-Hypotheses 1 to 3, the stress and the rule that stops the study were written
-before all runs, hypothesis 4 after the pilot; what came later is marked.
+quarter of the questions is held out. The tables of this study in
+docs/collapse.md come from 4,693 questions of Natural Questions and their 4,499
+paragraphs (QED). Hypotheses 1 to 3, the stress and the rule that stops the
+study were written before all runs, hypothesis 4 after the pilot; what came
+later is marked.
 
 The model, the task and the demonstrations are those of configs/own.py: the
 demonstrator searches once, reads one passage, and quotes up to 40 words of the

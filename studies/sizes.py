@@ -41,15 +41,15 @@ seeds of all arms of both sizes. The analysis is as in studies/dead_critic.py,
 with Holm's correction for the four comparisons. Nothing is claimed from fewer
 than eight seeds; the smallest size is description.
 
-What happened in place of this plan: an H100 spent 5 minutes on the two starts,
-6 on the pilot, whose programs were compiled for each rate, and 2.5 on twelve
-runs at the same time, the seeds 0 to 3 with 2 million weights. When these runs
-had been seen, the seeds 4 to 7 of this size were made on CPUs, where a run
-takes 8 minutes of a core. Then the 24 runs of the smallest size were made on
-CPUs, too. Another H100 then made the 24 runs with 10 million weights in 9.5
-minutes, up to 16 runs at the same time, after the three runs of seed 0 had
-compiled the programs. The commands that `--dry_run` prints were started by a
-script, and `ablate` gathered the table from their folders.
+What did not go as planned: an H100 spent 5 minutes on the two starts, 6 on the
+pilot, whose programs were compiled for each rate, and 2.5 on twelve runs at the
+same time, the seeds 0 to 3 with 2 million weights. When these runs had been
+seen, the seeds 4 to 7 of this size were made on CPUs, where a run takes 8
+minutes of a core. Then the 24 runs of the smallest size were made on CPUs, too.
+Another H100 then made the 24 runs with 10 million weights in 9.5 minutes, up to
+16 runs at the same time, after the three runs of seed 0 had compiled the
+programs. The commands that `--dry_run` prints were started by a script, and
+`ablate` gathered the table from their folders.
 """
 
 import pathlib

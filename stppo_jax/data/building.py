@@ -29,8 +29,8 @@ def build(
 
   Args:
     root: the folder of the data sets.
-    name: a key of `catalogue.PUBLISHED`; or a new name, for a data set that is
-      built from the user's own files of questions.
+    name: a key of `catalogue.PUBLISHED`; or any other name, for a data set that
+      is built from the user's own files of questions.
     from_files: a folder or an archive with the original files, or SPLIT:FILE
       pairs with commas between them; '' to fetch the original files.
     mirror: the address of a web folder that has the original files under their

@@ -115,13 +115,14 @@ class PassageDemonstrations:
   query only, or misreads the passage. After an error, the demonstrator gives
   the answer of another question.
 
-  A small model that has random weights at first learns to copy text long before
-  it learns to read. If `quote_words` is not 0, the demonstrator therefore
-  copies: its query is the question, and its answer quotes the beginning of the
-  gold passage. Such a demonstrator never misreads. In the steps without errors,
-  the text of about half of the questions is replaced by an excerpt of the gold
-  passage. Without the excerpts, the model would learn a few hundred questions
-  by heart, and could copy no other question into a query.
+  If a small model learns from these demonstrations alone, it learns to copy
+  text long before it learns to read. If `quote_words` is not 0, the
+  demonstrator therefore copies: its query is the question, and its answer
+  quotes the beginning of the gold passage. Such a demonstrator never misreads.
+  In the steps without errors, the text of about half of the questions is
+  replaced by an excerpt of the gold passage. Without the excerpts, the model
+  would learn a few hundred questions by heart, and could copy no other question
+  into a query.
 
   Attributes:
     questions: the questions of the run.

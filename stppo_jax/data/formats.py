@@ -26,9 +26,9 @@ def nq_open(row: Any) -> Fields:
 def qed(row: Any) -> Fields:
   """Converts a row of QED: a Natural Question and a paragraph of Wikipedia.
 
-  The parts of an answer are joined into one text. The paragraph counts as
-  leading to the answer unless the annotators of QED found that the paragraph
-  does not answer the question.
+  The parts of an answer are joined into one text. If the annotators of QED
+  found that the paragraph does not answer the question, the paragraph does not
+  count as leading to the answer.
   """
   parts = _get(row, 'original_nq_answers')
   kind = _get(_get(row, 'annotation'), 'explanation_type')

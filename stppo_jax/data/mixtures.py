@@ -256,7 +256,7 @@ def epochs(
 
 
 def _quotas(weights: Sequence[float]) -> list[int]:
-  """Returns how many of the _CYCLE questions of a cycle each element gets.
+  """Returns how many questions of a cycle each element gets, at least one.
 
   Raises:
     ValueError: if a weight is too small for one question of a cycle.

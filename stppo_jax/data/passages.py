@@ -43,7 +43,8 @@ def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:
   If a document has no id, the passage has the id ''.
 
   Raises:
-    ValueError: if a field is missing or has a value of a wrong type.
+    ValueError: if the document is not an object, lacks these fields, or has a
+      value of a wrong type.
   """
   if not isinstance(document, Mapping):
     raise ValueError(f'expected an object, got {_short(document)}')

@@ -60,7 +60,7 @@ def read_questions(
 
 
 def is_question(fields: Any) -> bool:
-  """Returns whether a row is a question of this code, Search-R1 or verl."""
+  """Returns whether a row is a question in our form, Search-R1's or verl's."""
   return isinstance(fields, Mapping) and not fields.keys().isdisjoint(
     ('answers', 'golden_answers', 'reward_model')
   )

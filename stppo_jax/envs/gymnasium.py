@@ -80,7 +80,10 @@ class GymnasiumEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """See `protocol.Environment`; tags, `vocabulary` and the correction."""
+    """See `protocol.Environment`.
+
+    The strings are tags, `vocabulary` and the correction.
+    """
     return [*game_text.TAGS, *vocabulary, game_text.CORRECTION]
 
   def episode(self, question: types.Question) -> '_Episode':

@@ -116,7 +116,7 @@ def try_once(
 
 
 def _line(error: Exception) -> str:
-  """Returns an error as one line of text, with the place that raised it."""
+  """Returns an error as one line, with the file and line that raised it."""
   frames = traceback.extract_tb(error.__traceback__)
   # If an import finds no module, the last frame is in Python's own code. Its
   # file and line tell the user nothing.

@@ -125,7 +125,8 @@ class Connections:
     """Adds a connection; returns whether the table had a place for it.
 
     If the table is full, the connection that has been idle for longest is
-    closed. If all connections are busy, there is no place.
+    closed to make a place. A table that is full of busy connections has no
+    place.
     """
     if len(self._open) >= self._max_connections:
       idle = (c for c in self._open.values() if not c.is_busy)

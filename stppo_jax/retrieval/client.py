@@ -237,7 +237,7 @@ class HttpRetriever:
         task.add_done_callback(self._tasks.discard)
 
   async def _fetch(self, corpus: str, futures: _Futures) -> None:
-    """Requests passages, and completes the future of every query at the end."""
+    """Requests passages; completes each query's future, even after an error."""
     # Callers must not wait for ever. They get an error if `close` cancels this
     # task, if an outage lasts too long, or if this client has a bug.
     error: Exception = protocol.RetrievalError('retriever closed')

@@ -38,7 +38,7 @@ _STORED: Mapping[str, np.dtype[Any]] = {
 }
 _VECTORS = 'vectors.npy'
 _TILE = 4096  # the number of vectors of a tile
-_ENCODED_AT_ONCE = 2048  # the passages whose vectors are written together
+_ENCODED_AT_ONCE = 2048  # the number of passages encoded before each write
 
 
 class VectorIndex:
