@@ -13,11 +13,12 @@ has the figures of one device.
 
 `limits`: the rates of a large matrix product and of a large copy, with which
 all other rates are compared. `update`: annotate and update for dialogues of
-log-normal lengths, in packed rows. For the first model, also in packed rows
-without cuDNN's attention, and in padded rows, whose log-probabilities must
-equal those of packed rows except for rounding. `decode`: for the last model,
-the decoding of turns after a prompt, and the prefill of the prompt. `step`: a
-whole step of the first model, with an environment that answers after 250 ms.
+log-normal lengths, in packed rows. The first model is measured two more times:
+in packed rows without cuDNN's attention, and in padded rows, whose
+log-probabilities must equal the log-probabilities of packed rows except for
+rounding. `decode`: for the last model, the decoding of turns after a prompt,
+and the prefill of the prompt. `step`: a whole step of the first model, with an
+environment that answers after 250 ms.
 
 Only operations that the formulas need are counted: causal attention counts half
 of the square, logits count at loss positions only, and neither padding nor
@@ -48,7 +49,7 @@ from stppo_jax.workdir import atomic_files
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = _ROOT / 'docs' / 'benchmarks.md'
-_SECONDS = 540  # the most seconds of a piece
+_SECONDS = 540  # the most seconds that a piece may take
 FUNCTIONS: dict[str, Callable[..., list[accelerator_learner.Line]]] = {
   'limits': accelerator_learner.limits,
   'update': accelerator_learner.update,
@@ -207,7 +208,7 @@ def _section(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _refusal(flags: argparse.Namespace, devices: set[str], lacks: str) -> str:
-  """Returns why the command is refused, in one line; '' if it is not refused.
+  """Returns the reason to refuse the command, in one line; '' if none.
 
   Args:
     flags: the flags.
@@ -254,7 +255,7 @@ def _flags(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Measures the pieces without figures; prints the table of all pieces."""
+  """Measures missing pieces; prints the table of all measured pieces."""
   words = sys.argv[1:] if arguments is None else arguments
   flags = _flags(words)
   options = accelerator_learner.Options(

@@ -107,15 +107,15 @@ def parts_of(
 ) -> tuple[float, float]:
   """Returns the seconds of decoding, and the seconds of the prompts.
 
-  The seconds of decoding are the time of the tokens that long turns have more
-  than short turns.
+  Only the tokens that long turns have in addition to the tokens of short turns
+  count as decoding.
 
   Args:
     measure: a function that returns two times: the seconds of prompts with
       short turns, and the seconds of prompts with long turns. If a result would
       not be positive, as on a busy machine, the function is called again.
-    share: the tokens of short turns, divided by the tokens that long turns have
-      more than short turns.
+    share: the number of tokens of short turns, divided by the number of tokens
+      that long turns have in addition.
 
   Raises:
     RuntimeError: if a result is not positive in three attempts.
@@ -163,7 +163,7 @@ def decode(
     0, shape.vocab_size, (rows, options.prompt), np.int32
   )
   run = functools.partial(_collect, engine, prompts_AL)
-  few = slice(0, 8)  # with more rows, activations would not fit into memory
+  few = slice(0, 8)  # the trainer has no memory for activations of more rows
   token_ids, sampled = run(short)
   mean, most = _mismatch(
     model, params, prompts_AL[few], (token_ids[few], sampled[few])
@@ -242,7 +242,10 @@ class Dialogues(protocol.Environment):
 def step(
   options: learner_pieces.Options, *, size: str
 ) -> list[learner_pieces.Line]:
-  """Times the parts of a step: collection, annotate and update."""
+  """Times the parts of a step: collection, annotate and update.
+
+  The weights do not change during the collection.
+  """
   scale, count = options.length / waste.LONGEST, options.dialogues
   environment = Dialogues(scale)
   learner = learner_pieces.build_learner(
@@ -266,7 +269,7 @@ def step(
     ),
     slots=options.slots,
     max_length=options.length,
-    page_size=options.length // 4,  # a program is compiled per number of pages
+    page_size=options.length // 4,  # few page counts: each compiles a program
     decode_chunk=options.decode_chunk,
     deterministic=False,
   )

@@ -34,7 +34,8 @@ class Line(NamedTuple):
   Attributes:
     program: the name of the program in the table.
     seconds: the seconds that the program took.
-    tokens: the number of tokens that the program worked on; 0 if it has none.
+    tokens: the number of tokens that the program was needed for, without
+      padding; 0 if the table shows no tokens per second.
     operations: the operations that the formulas need, for a program that is
       compared with the rate of a matrix product; otherwise 0.
     bytes: the bytes of memory that have to be read or written, for a program
@@ -191,7 +192,7 @@ def dialogue_batch(vocab_size: int, options: Options) -> batch_lib.TokenBatch:
 def passes(
   shape: model_config.ModelConfig, lengths_B: np.ndarray, losses: int
 ) -> tuple[float, float]:
-  """Returns the operations that annotate needs, and those that update needs.
+  """Returns the operations that annotate and update need, in this order.
 
   Args:
     shape: the shape of both models.

@@ -17,12 +17,12 @@ policy_loss = functools.partial(losses.policy_loss, statistics=None, count=None)
 def turn_ids(
   rng: np.random.Generator, rows: int, length: int, num_turns: int
 ) -> np.ndarray:
-  """Returns the turn of each token: 1..num_turns, or 0 if not of the policy.
+  """Returns the turn number of each token; 0 if the policy did not write it.
 
-  The result is int32 [B, L]. A row is cut into num_turns + 1 equal spans. The
-  first span is the prompt. Each other span begins with a turn, which takes a
-  fifth to three fifths of the span, and ends with an observation. Every turn
-  has at least one token.
+  The result is int32 [B, L], with turns 1 to num_turns. A row is cut into
+  num_turns + 1 equal spans. The first span is the prompt. Each other span
+  begins with a turn, which takes a fifth to three fifths of the span, and ends
+  with an observation. Every turn has at least one token.
   """
   span = length // (num_turns + 1)
   ids_BL = np.zeros((rows, length), np.int32)
@@ -59,9 +59,9 @@ def token_batch(
   """Returns a random annotated batch for a policy loss.
 
   The second and the third result are the log-probabilities and the entropy of
-  the new policy. The new policy is so far from the old policy that bounds of
-  1 - 0.2 and 1 + 0.2 clip a tenth of the turns, and a larger share of the
-  tokens. All numbers are float32.
+  the new policy. The new policy is so far from the old policy that ratio bounds
+  of 1 - 0.2 and 1 + 0.2 clip a tenth of the turns, and a larger share of the
+  tokens. Floating-point arrays are float32.
   """
   rng = np.random.default_rng(seed)
   ids_BL = turn_ids(rng, rows, length, num_turns)

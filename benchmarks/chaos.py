@@ -163,7 +163,7 @@ class Chaos:
   def _pass(self, seconds: float) -> None:
     """Waits for some seconds, or until the run has ended.
 
-    If the run has made all its steps, its next start has more of them.
+    If the run has made all its steps, its next start has more steps.
     """
     if self._run.wait(seconds) == 0:
       self.num_steps += self._block
@@ -198,9 +198,10 @@ def main(argv: Sequence[str]) -> int:
   )
   flags, overrides = parser.parse_known_args(argv)
   if flags.steps % disturbed_run.EVALUATES:
-    # A run always evaluates its last step. If the disturbed run becomes longer,
-    # it has evaluated a step that is the last step no more. The undisturbed run
-    # evaluates this step only if it is a multiple of EVALUATES.
+    # A run always evaluates its last step, so a disturbed run that becomes
+    # longer has also evaluated the last step of each shorter length. The
+    # undisturbed run has the final length from the start, and evaluates such a
+    # step only if the step is a multiple of EVALUATES.
     parser.error(
       f'--steps={flags.steps}: must be a multiple of {disturbed_run.EVALUATES}'
     )

@@ -5,8 +5,8 @@
 A save computes a fingerprint of every array of the state. The first line
 compares the time of all fingerprints of the quickstart with the time of the
 updates of a step. The whole step takes longer, and a run saves once in several
-steps, so the quotient that is printed is an upper bound. Its goal is at most
-0.02.
+steps, so the printed quotient is greater than the share of a run's time that
+fingerprints take. The goal for the quotient is at most 0.02.
 
 The last line compares two kinds of saves by the time that the loop waits. A
 save of the first kind is written by threads while the loop goes on, and for a

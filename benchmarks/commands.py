@@ -41,7 +41,7 @@ def seconds(arguments: Sequence[str], *, exit_code: int, repeats: int) -> float:
   """
   found = []
   for _ in range(repeats):
-    before = sum(os.times()[2:4])  # CPU of children
+    before = sum(os.times()[2:4])  # CPU seconds of children
     done = subprocess.run(
       [sys.executable, '-m', 'stppo_jax', *arguments],
       cwd=_ROOT,

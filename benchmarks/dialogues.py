@@ -11,7 +11,8 @@ The weights are random except for the output matrix. In this matrix, the row of
 an entry is the scaled embedding of the entry that comes before it in the
 countdown. These weights take as much computation as any other weights. The
 logit of the greedy token is the largest by a wide margin, while its
-log-probability depends on the whole dialogue. Both are compared.
+log-probability depends on the whole dialogue. Collections are compared by both,
+the token and its log-probability.
 """
 
 import asyncio

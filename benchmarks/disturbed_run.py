@@ -89,7 +89,7 @@ class DisturbedRun:
     self._current = self.workdir
     self._sent: dict[int, int] = {}  # process id -> the last signal it got
     self._counting = threading.Lock()  # several threads change `full`
-    self._progressed = (0, math.inf)  # the heartbeat's step, and since when
+    self._progressed = (0, math.inf)  # the heartbeat's step, and its time
 
   def start(
     self, num_steps: int, *, workdir: pathlib.Path | None = None

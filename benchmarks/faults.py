@@ -31,7 +31,7 @@ Fault = Callable[[DisturbedRun, Random], bool]
 
 
 def _send(number: signal.Signals) -> Fault:
-  """Returns a fault that sends a signal to one process, so that all end."""
+  """Returns a fault: a signal to one process, which ends all processes."""
 
   def strike(run: DisturbedRun, random: Random) -> bool:
     victim = random.choice(run.processes)
@@ -170,7 +170,7 @@ def _full_disk(run: DisturbedRun, random: Random) -> bool:
 def _limit_files(
   processes: Sequence[subprocess.Popen], size: int | None
 ) -> None:
-  """Limits the bytes of files that processes write; None = no limit."""
+  """Limits each file that processes write to some bytes; None = no limit."""
   for process in processes:
     with contextlib.suppress(ProcessLookupError):
       _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""Makes the whole update of a run, of policy and value model.
+"""Makes the whole update of a run, for the policy and the value model.
 
 B trajectories, L tokens, M loss positions. The state is donated. Weights and
 batch are random. Some ratios and values are clipped, others are not.
@@ -38,8 +38,8 @@ class Sizes(NamedTuple):
     layers: the number of layers of a model.
     rows: the number of trajectories of the batch.
     length: the number of tokens of a row with its padding.
-    chunk: the config key `updates.head_chunk`.
-    core_rows: the config key `updates.core_rows`.
+    chunk: the value of the config key `updates.head_chunk`.
+    core_rows: the value of the config key `updates.core_rows`.
     dialogues: whether trajectories have random lengths of at most `length`, in
       proportion to the lengths of `waste`. If not, all have `length` tokens.
   """

@@ -2,9 +2,10 @@
 
     python -m benchmarks.own_data QUESTIONS.jsonl PASSAGES.jsonl FOLDER
 
-The benchmark holds out a quarter of the questions, and trains on the others, on
-two cores and with an empty cache of compiled programs. Then it evaluates the
-supervised start and the trained policy on both parts, greedily and by sampling.
+The benchmark holds out a quarter of the questions, and trains on the other
+questions, on two cores and with an empty cache of compiled programs. Then the
+supervised start and the trained policy are evaluated on held-out and on
+training questions, greedily and by sampling.
 If the benchmark is stopped, the same command goes on. On a machine with other
 work, the CPU seconds tell how long an idle machine would have taken: half of
 them, if both cores were busy all the time.

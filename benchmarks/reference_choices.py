@@ -4,13 +4,16 @@
         --config.rollout.group_size=4 --updates=16 --out=runs/far.npz
     python -m benchmarks.reference_choices --batch=runs/far.npz
 
-The choices are those of configs/reference.py, and the mean of the means of
-microbatches, with which no run of this code trains. Each line of the table has
-our choices except for one, and the last line has all choices of the authors.
-The gradient is the derivative of the loss by the log-probabilities. `cosine` is
-the cosine of its angle to the gradient with our choices, and `norm` is its norm
-divided by the norm of that gradient. The parts of the batch that stand for
-microbatches have 16 trajectories each, in the order of the batch.
+configs/reference.py lists the choices. One more choice is the mean of the means
+of microbatches, with which no run of this code trains. The first line of the
+table has our choices, and each further line replaces one of them by the
+authors' choice (two choices that need each other count as one). The last line
+has all choices of the authors. The lines compare the gradients of the loss with
+respect to the log-probabilities. `cosine` is the cosine of the angle between
+the line's gradient and the gradient with our choices, and `norm` is the norm of
+the line's gradient divided by the norm of the gradient with our choices. The
+parts of the batch that stand for microbatches have 16 trajectories each, in the
+order of the batch.
 """
 
 import argparse
@@ -122,14 +125,14 @@ def _of_parts(
   arrays: saved_batch.Arrays,
   mean_of_means: bool,
 ) -> np.ndarray:
-  """Returns the gradient of the batch, summed over microbatches if needed.
+  """Returns the gradient of the batch, formed from microbatches if needed.
 
   Args:
     algorithm: the algorithm.
     arrays: the arrays of the batch that the algorithm needs.
     mean_of_means: whether every microbatch with policy tokens has the same
-      weight. If False, the weight of a microbatch is its number of policy
-      tokens.
+      weight. If False, the weight of a microbatch is its share of the policy
+      tokens. Then microbatches are used only if the algorithm depends on them.
   """
   gradient = functools.partial(
     lab.loss_and_gradient, algorithm, entropy_coefficient=0.0

@@ -34,7 +34,7 @@ def write_report(folder: pathlib.Path, page: pathlib.Path) -> float:
 
 
 def load(browser: Any, page: pathlib.Path) -> tuple[float, float]:
-  """Returns the seconds until dialogues are shown, and until a search ends."""
+  """Returns the seconds until dialogues are shown, and the search's seconds."""
   opened = browser.new_page()
   start = time.perf_counter()
   opened.goto(page.resolve().as_uri() + '#tab=dialogues')

@@ -90,7 +90,7 @@ def search(passages: Sequence[types.Passage], *, repeats: int) -> str:
   peer.index(texts, show_progress=False)
 
   def ask_peer() -> tuple:
-    # Our search splits queries into words, so the time of bm25s includes this.
+    # Our search splits queries into words, so both times include the splitting.
     words = [list(dict.fromkeys(bm25.words_of(query))) for query in queries]
     return peer.retrieve(
       words, k=_TOPK, show_progress=False, backend_selection='numpy'
@@ -207,7 +207,7 @@ def _cpu_seconds(pid: int) -> float:
   # The fields after the name of the process, which may contain spaces and is in
   # brackets.
   fields = (place / 'stat').read_text('utf-8').rpartition(')')[2].split()
-  ticks = int(fields[11]) + int(fields[12])  # time of the user, of the system
+  ticks = int(fields[11]) + int(fields[12])  # user time and system time
   own = ticks / os.sysconf('SC_CLK_TCK')
   return own + sum(_cpu_seconds(int(child)) for child in children.split())
 

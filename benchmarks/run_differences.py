@@ -7,10 +7,10 @@ from typing import Any
 
 from benchmarks import same_numbers
 
-# The first words of metrics that are not compared: metrics of times, and
-# metrics that count the faults themselves. The number of queries that were sent
-# is not compared either, because a process that is started again has an empty
-# cache of answers.
+# The metrics whose names begin like this are not compared: metrics of times,
+# and metrics that count the faults themselves. The number of queries that were
+# sent is not compared either, because a process that is started again has an
+# empty cache of answers.
 _LEFT_OUT = (
   *same_numbers.TIMES,
   'retrieval/failures',

@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import numpy as safetensors
 
-# The first words of metrics that depend on the clock, and so differ between any
-# two runs.
+# The metrics whose names begin like this depend on the clock, and so differ
+# between any two runs.
 TIMES = (
   *('timing_s/', 'perf/', 'goodput/', 'hosts/', 'retrieval/latency'),
   'retrieval/outage_s',
@@ -71,8 +71,8 @@ RUNS = {
     command='sft',
     flags=(
       '--config.model.path=',
-      # One step of one-hop questions, one step of all questions, both without
-      # errors, and then demonstrations with errors.
+      # One step of one-hop questions and one step of questions of all hops,
+      # both without errors, and then demonstrations with errors.
       '--config.sft.clean_one_hop_steps=1',
       '--config.sft.clean_steps=1',
     ),

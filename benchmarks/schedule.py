@@ -1,4 +1,4 @@
-"""Counts how much of what the engine reads and decodes is needed.
+"""Counts the share of the engine's reads and decoded places that is needed.
 
     python -m benchmarks.schedule
 
@@ -17,12 +17,12 @@ The second table is about new weights after every 32 dialogues of a host, which
 are a step of 512 on 16 hosts. `between steps`: all dialogues of a step end
 before the next step begins. In the other cases, slots go on with dialogues of
 the next step, and no turn has tokens of two versions of the weights. `pause`:
-no turn begins until all turns have ended. `two versions`: turns begin with the
-newest weights. While turns of two versions are written, each chunk is two
-calls, which both read their weights (`rollout.turn_swaps=keep`). `recomputed`:
-the same, and keys and values are made again with the new weights. The columns
-are the seconds of a step; long turns are log-normal with sigma 1 and have up to
-2,000 tokens.
+no turn begins until all running turns have ended. `two versions`: turns begin
+with the newest weights. While turns of two versions are written, each chunk is
+two calls, which both read their weights (`rollout.turn_swaps=keep`).
+`recomputed`: the same, and keys and values are made again with the new weights.
+The columns are the seconds of a step; long turns are log-normal with sigma 1
+and have up to 2,000 tokens.
 
 Dialogues: a prompt of 100 tokens, 2 to 5 turns, log-normal around 170 tokens
 (sigma 0.6), observations of about 420 tokens, at most 4,096 tokens together; a

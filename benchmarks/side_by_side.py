@@ -4,7 +4,7 @@
     python -m benchmarks.side_by_side --scale=0.1 --steps=12
 
 Two processes are the two parts of a run with a tiny model: hosts that learn,
-and hosts that collect. Their queue, publishing and votes are those of any run.
+and hosts that collect. Queue, publishing and votes work as in any run.
 Each phase lasts as long as the same phase of a large model would, times
 `--scale`: the process does the work of the tiny model and sleeps for the rest.
 The large run is a 7B model on 16 hosts of v5e:8x8, of which each has four
@@ -19,10 +19,11 @@ chips. Its times are from `plan` and `benchmarks.schedule`:
   simulated: the sleep is shorter by the wait).
 - A host that collects fetches 15.2 GB at 100 Gb/s, in 1.2 s.
 
-The columns are the seconds of a step, divided by `--scale`, and the share of a
-step in which the hosts that learn wait. The exit code is 1 if this share is
-above 10 %, or if the throughput is below 1.3 times the throughput of the run in
-turn.
+The columns are the planned seconds of a step, the measured seconds divided by
+`--scale`, the throughput divided by the throughput of the run in turn, and the
+share of a step in which the hosts that learn wait. The exit code is 1 if this
+share is above 10 %, or if the throughput is below 1.3 times the throughput of
+the run in turn.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from typing import NamedTuple
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _FETCH = 15.2e9 / 12.5e9  # the seconds of fetching new weights
 _IDLE, _GAIN = 0.1, 1.3
-_SKIPPED = 3  # the first steps, in which programs are compiled
+_SKIPPED = 3  # the first steps, which wait until programs are compiled
 _SMALL = {
   'model.path': "''",
   'model.hidden_size': 16,
@@ -92,7 +93,8 @@ class Measured(NamedTuple):
 
   Attributes:
     seconds: the seconds of a step, divided by `--scale`.
-    idle: the share of a step in which the hosts that learn wait.
+    idle: the share of a step in which the hosts that learn wait; 0 if all hosts
+      collect and learn in turn.
   """
 
   seconds: float

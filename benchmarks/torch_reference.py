@@ -51,7 +51,7 @@ def value_loss(
 
   Each token has two squared errors: the error of its value, and the error of
   the value clipped to within `clip` of the old value. The loss is half of the
-  mean over tokens of the larger error.
+  mean over tokens of the larger squared error.
   """
   near_BL = old_values_BL + (values_BL - old_values_BL).clamp(-clip, clip)
   plain_BL = (values_BL - returns_BL).square()

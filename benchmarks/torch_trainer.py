@@ -174,7 +174,7 @@ class Trainer:
       self._microbatches.append((share, data))
 
   def step(self) -> dict[str, float]:
-    """Updates both models; returns losses, and gradient norms unclipped."""
+    """Updates both models; returns losses and unclipped gradient norms."""
     metrics = {}
     for name, loss_of in self._losses.items():
       optimizer = self._optimizers[name]

@@ -46,7 +46,7 @@ HEADER = (
   'of the least',
   'threads, microbatch, AdamW',
 )
-_CORE_ROWS = 2  # so many rows of a microbatch fit into the cache of a core
+_CORE_ROWS = 2  # the rows of a microbatch that fit into a core's cache
 SIZES = tuple(
   learners.Sizes(*sizes, core_rows=_CORE_ROWS)
   for sizes in (
@@ -211,7 +211,7 @@ def run(
   lines, first, timed = [], [], {}
   threads = torch.get_num_threads()
   for size in sizes:
-    # The fastest number of threads for the size before may be another one.
+    # The size before may have set another number of threads.
     torch.set_num_threads(threads)
     pair = Pair(size, compiled=compiled)
     seconds = measure.interleave(pair.cases(), repeats=repeats)

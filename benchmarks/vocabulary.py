@@ -2,13 +2,13 @@
 
     python -m benchmarks.vocabulary
 
-Policy and value model are those of `benchmarks/torch_update.py`, with the same
-checks before any timing that both sides agree. Torch's side is the eager Qwen2
-of `transformers`, which keeps the logits of all tokens in memory. Our side
-keeps the logits of a chunk of the loss positions. The peak memory of each side
-is measured in a process of its own: weights, moments, gradients and temporary
-memory. For the last table, our loss and gradient are compiled for longer rows
-and not run. The benchmark needs Linux.
+Policy and value model are built as in `benchmarks/torch_update.py`, and the
+checks of that benchmark prove that both sides agree before anything is timed.
+Torch's side is the eager Qwen2 of `transformers`, which keeps the logits of all
+tokens in memory. Our side keeps the logits of a chunk of the loss positions.
+The peak memory of each side is measured in a process of its own: weights,
+moments, gradients and temporary memory. For the last table, our loss and
+gradient are compiled for longer rows and not run. The benchmark needs Linux.
 """
 
 import argparse
@@ -137,8 +137,8 @@ def slope(sizes: learners.Sizes, lengths: Sequence[int]) -> str:
 
   The logits of a chunk take the same memory at any length, which hides the
   growth of all other memory. So a second column has a small vocabulary. A slope
-  is the slope of log memory over log length between neighbouring lengths. The
-  goal is about the greatest slope.
+  is the growth of log memory between neighbouring lengths, divided by the
+  growth of log length. The greatest slope is compared with the goal.
 
   Args:
     sizes: the sizes of the models and of the batch, except for the length.

@@ -1,16 +1,18 @@
-"""Counts which share of what annotate and update compute is needed.
+"""Counts which share of the work of annotate and update is needed.
 
     python -m benchmarks.waste
 
 The packer of a run packs minibatches of trajectories with random lengths, for
-several numbers of shards. The trajectories need some tokens and operations, and
-the packed rows have more of both, because of padding. `tokens` is the quotient
-of the tokens, and so of all products with weights. `all` is the quotient of all
-operations, with attention and logits, for a policy of 1.5 billion weights. The
-attention of a row is counted as if each token saw all earlier tokens of the
-row, though tokens of other trajectories are hidden. `before` is the quotient of
-the tokens if trajectories are not packed, but padded to the longest trajectory.
-Nothing is timed.
+several numbers of shards. Packed rows have padding, so they have more tokens
+and take more operations than their trajectories need. `tokens` is the number of
+tokens of the trajectories divided by the number of tokens of the packed rows.
+Products with weights have the same quotient. `all` is the number of needed
+operations divided by the number of computed operations, with attention and
+logits, for a policy of 1.5 billion weights. The attention of a row is counted
+as if each token saw all earlier tokens of the row, though a token does not see
+the tokens of other trajectories. `before` is like `tokens`, but trajectories
+are not packed: each is padded to the longest trajectory of the step. Nothing is
+timed.
 
 Lengths are log-normal with sigma 0.6. Lengths outside 300 to 4,096 tokens are
 drawn again. A third of the tokens are policy tokens.
@@ -88,7 +90,7 @@ class Useful(NamedTuple):
     tokens: the needed share of tokens, and of products with weights.
     all: the needed share of all operations.
     before: the needed share of tokens if each trajectory has a row of its own,
-      as long as the longest trajectory.
+      as long as the longest trajectory of the step.
     size: the numbers on which the shape of the compiled program depends.
   """
 

@@ -6,14 +6,14 @@ Each chip keeps its number of rows and its part of the weights: `fsdp` is 8, and
 `data` grows. Then a chip makes the same number of multiplications on any slice,
 and sends the same number of bytes along `fsdp`. Only the bytes of the sums of
 gradients along `data` grow, up to twice the size of the gradients. The update
-and the copy of the weights to the engine (publish) are compiled, and their
-multiplications and sent bytes are counted in the compiled text. Beside these
-counts, the table shows the results of the formulas of `plan`. Each slice takes
-some minutes. `--write` puts the lines into the table of docs/sharding.md, and
-keeps the other lines.
+and the copy of the weights to the engine (publish) are compiled. The operations
+of the update's matrix products and the bytes that both programs send are
+counted in the compiled text. Beside the counted bytes, the table shows the
+results of the formulas of `plan`. Each slice takes some minutes. `--write` puts
+the lines into the table of docs/sharding.md, and keeps the other lines.
 
 The model has few layers, all of the same kind, and small matrices, because the
-compiler takes longer for larger models. Its embeddings are not tied.
+compiler takes longer for larger models. The model's embeddings are not tied.
 """
 
 import json
