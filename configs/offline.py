@@ -26,8 +26,8 @@ def sft() -> dict[str, Any]:
     # The number of steps at the start that have questions of one hop and no
     # errors.
     'clean_one_hop_steps': 0,
-    # The number of steps after clean_one_hop_steps that have questions of all
-    # hops and no errors.
+    # The number of the steps that follow these first steps, and have questions
+    # of all hops and no errors.
     'clean_steps': 0,
     # The learning rate falls linearly to 0 in the second half of the steps.
     'optimizer': optimizer.adam(

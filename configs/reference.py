@@ -8,8 +8,8 @@ This config has the data and the sizes of configs/nq_hotpotqa.py, and the
 choices of the implementation that the authors of arXiv 2511.20718 trained with.
 docs/reference_run.md lists these choices beside ours, with the effect of each
 choice on a batch, and names the choice that is not reproduced. The warm-up of
-the learning rates is a share of the updates of this config. If you change the
-number of steps or the sizes of batches, set the warm-up again.
+the learning rates is computed from the number of updates of this config. If you
+change the number of steps or the sizes of batches, set the warm-up again.
 """
 
 from stppo_jax.configs import base

@@ -55,8 +55,8 @@ class Interrupted(BaseException):
   catches it.
 
   Args:
-    exit_code: the exit code of the signal; None if another host received the
-      signal, which gives the code `exits.TRY_AGAIN`.
+    exit_code: the exit code of the signal; None, if another host received the
+      signal, stands for `exits.TRY_AGAIN`.
 
   Attributes:
     exit_code: the exit code with which this process ends.

@@ -178,7 +178,7 @@ class Group(Hosts):
     return self.whole.gather(what, value, among=self._members)
 
   def describe(self, index: int) -> str:
-    """Returns host `index` of the group as text, by its number in the run."""
+    """Returns the number and the machine of a host of the group, as text."""
     return self.whole.describe(self._members[index])
 
   def stop(self) -> None:

@@ -66,7 +66,7 @@ class Dialect:
     return {self.queries: asked, self.topk: topk, **scores}
 
   def read(self, reply: bytes, num_queries: int) -> replies.Answers:
-    """Returns each query's passages in a reply; None for a malformed list.
+    """Returns the passages of each query; None in place of a malformed list.
 
     Raises:
       ValueError: if nothing in the reply can be used; the message is one line.

@@ -78,7 +78,7 @@ def _to_plain(trajectory: types.Trajectory) -> dict[str, Any]:
 
 
 def _values(held: Any) -> np.ndarray:
-  """Returns `held` zeros if `held` is a number, else the list as an array."""
+  """Returns an array: the list `held`, or zeros if `held` is their number."""
   # Metrics count tokens and do not read them, so zeros are enough.
   if isinstance(held, int):
     return np.zeros(held, np.float32)

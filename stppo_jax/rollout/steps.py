@@ -121,8 +121,8 @@ def collect_until_valid(
         _log.info(f'{what}: {failures}')
       return trajectories
     _log.info(
-      f'{what}: {failures}; it is collected again once the retriever, if any, '
-      'is ready'
+      f'{what}: {failures}; all are collected again once the retriever, if '
+      'any, is ready'
     )
     if services.retriever is not None:
       services.loop.run(services.retriever.wait_until_ready())

@@ -1,4 +1,4 @@
-"""Defines the requests to a slot driver, and its calls of programs."""
+"""Types for the requests to a `SlotDriver`, and for its program calls."""
 
 from collections.abc import Sequence
 import dataclasses

@@ -287,7 +287,7 @@ def _collect_all(
   """Returns the records of all dialogues, without dialogues that failed.
 
   Dialogues without a record in the folder are collected, and their records are
-  appended there. A dialogue that the infrastructure failed gets no record.
+  appended there. A dialogue gets no record if the infrastructure failed.
   """
   # A dialogue is identified by its question and the number of its sample. So
   # the dialogues that an interrupted command has left out can be found.

@@ -16,7 +16,7 @@ from stppo_jax.retrieval import dialects
 _NUM_TIMED = 8  # the number of requests whose time is measured
 _SLOW = 1.0  # the seconds per query above which a server gets a note
 
-# The result of a step: the grade 'ok' or 'note', and one line.
+# The result of one check: the grade 'ok' or 'note', and one line.
 Said = tuple[str, str]
 
 

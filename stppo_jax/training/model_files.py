@@ -241,7 +241,7 @@ def _check_length(config, path: str, sizes: model_config.ModelConfig) -> None:
   if config.env.max_length > longest and not allowed:
     raise ValueError(
       f'env.max_length={config.env.max_length}: must be at most {longest}, '
-      f'which is max_position_embeddings in {path}, or set '
+      f'the max_position_embeddings in {path}; or set '
       'model.allow_beyond_max_position_embeddings'
     )
 

@@ -246,7 +246,7 @@ class Run:
     self.folder.watch.count(done, self.num_steps)
     self.folder.interrupt.outlook = f'saving {self.last}'
     self.save_seconds = 0.0
-    # This raises if a save has failed. The end of the run then saves this step.
+    # This raises if an earlier save failed. The run's end then saves the step.
     self._saver.check()
     self._finish_unwritten(metrics, records)
 

@@ -277,7 +277,7 @@ def of(*, qkv_bias: bool, qk_norm: bool, num_experts: int) -> str:
   )
   raise ValueError(
     f'qkv_bias={qkv_bias}, qk_norm={qk_norm} and num_experts={num_experts}: '
-    f'no model family has all three; choices: {listed}'
+    f'no model family has these three values; choices: {listed}'
   )
 
 

@@ -152,7 +152,7 @@ def read(
     layer, index = places.get(each.name, ('', ()))
     if f'{layer}/lora_a' not in leaves:
       raise ValueError(
-        f'{directory}: {each.name} is no matrix with an adapter in this model'
+        f'{directory}: this model has no adapter for {each.name}'
       )
     ratio = each.scale / lora.scale_of(layer)
     for key, values in zip('ab', each.read()):
@@ -162,7 +162,7 @@ def read(
       if values.shape != part.shape or not np.isfinite(values).all():
         raise ValueError(
           f'{directory}: lora_{key.upper()} of {each.name} must be finite and '
-          f'of shape {part.shape[-2:][::-1]}, not {values.shape[-2:][::-1]}'
+          f'of shape {part.shape[-2:][::-1]}; it has {values.shape[-2:][::-1]}'
         )
       part[...] = values * ratio if key == 'b' else values
   return traverse_util.unflatten_dict(leaves, sep='/')

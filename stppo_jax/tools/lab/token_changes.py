@@ -1,13 +1,12 @@
 """Measures which tokens of a saved batch an algorithm cuts or amplifies.
 
-B trajectories, L tokens. The multiplier of a token is its gradient divided by
-the gradient of the same algorithm at the old policy, where all ratios are 1. A
-KL term of the loss is left out of both gradients. A factor that all tokens
+B trajectories, L tokens. The multiplier of a token is the loss's gradient at
+this token, divided by the same gradient at the old policy, where all ratios are
+1. A KL term of the loss is left out of both gradients. A factor that all tokens
 share does not change the direction of the gradient, so all multipliers are
 divided by the median of the positive multipliers.
 
-The policy tokens are put into groups, for example by their turn. Such a
-division into groups is a grouping.
+A grouping divides the policy tokens into groups, for example by their turn.
 """
 
 from collections.abc import Callable, Mapping

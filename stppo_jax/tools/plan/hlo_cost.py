@@ -32,8 +32,8 @@ _SENT = {
 # The compiler for TPU gives this name to a kernel that is a reduce-scatter. In
 # the HLO text, the kernel has an all-reduce and keeps a part of its result.
 _REDUCE_SCATTER_KERNEL = 'all-reduce-scatter'
-# Instructions that move nothing, or whose bytes are counted on another line:
-# where an asynchronous operation begins, or in the computation that is called.
+# Instructions that move nothing, or whose bytes are counted at the instructions
+# of a computation that they call.
 _FREE = frozenset(
   {
     *('parameter', 'constant', 'bitcast', 'get-tuple-element', 'tuple'),

@@ -202,7 +202,7 @@ def test_adapters_of_another_model_are_refused_by_name(tmp_path):
     ValueError, match=r'lora_. of model.layers.0.self_attn.\w_proj must be fin'
   ):
     _read(folder, wider)
-  with pytest.raises(ValueError, match=r'model.layers.1.\S+ is no matrix'):
+  with pytest.raises(ValueError, match=r'no adapter for model.layers.1.'):
     _read(folder, _model(num_layers=1))
   adapters['layers']['o_proj']['lora_a'][1, 2, 3] = np.nan
   _write(tmp_path, model, adapters)
