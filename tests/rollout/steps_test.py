@@ -167,7 +167,7 @@ def test_a_round_in_an_outage_is_collected_again(said):
   assert ids == '00 10 02 12'.split()
   assert world.waits == 2 and world.keys[1] == world.keys[2] == world.keys[3]
   failed = 'step 6: 6 of 8 trajectories failed because of the infrastructure; '
-  assert said[0].startswith(f'{failed}the first cause: not known; it is ')
+  assert said[0].startswith(f'{failed}the first cause: not known; all ')
   assert metrics['rollout/valid_fraction'] == 1.0
   assert metrics['rollout/resample_rounds'] == 1
 
