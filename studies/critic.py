@@ -6,9 +6,9 @@
 Questions of up to three hops are asked, among passages that no fact points to.
 The demonstrations, from which the policy starts, err in their first turn only,
 and repair half of the queries that found nothing. So most of what a dialogue
-will earn is decided early. Demonstrations of three hops that repair a query,
-6 % of all, have five turns and are cut off before the answer. docs/critic.md
-has what was measured.
+will earn is decided early. A demonstration of three hops that repairs a query
+has four searches, as many as `env.max_turns` allows, and then the answer.
+docs/critic.md has what was measured.
 """
 
 from stppo_jax.configs import base
