@@ -2,7 +2,9 @@
 
     python -m stppo_jax train --config=studies/critic.py:st_ppo \
         --workdir=runs/critic --config.num_steps=10 \
-        --config.updates.value_epochs=2 \
+        --config.rollout.trajectories_per_step=256 \
+        --config.rollout.temperature=1 --config.updates.minibatch_size=64 \
+        --config.loss.value_warmup_patience=4 \
         --config.value_optimizer.learning_rate=1e-3
     python -m stppo_jax ablate --config=studies/dead_critic.py:dead_critic \
         --workdir=runs/dead_critic --table=docs/collapse/dead_critic.csv.gz
@@ -106,6 +108,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.loss.value_warmup_patience = 0
   # 4 minibatches x 4 epochs = 16 updates on one collection.
   config.rollout.trajectories_per_step = 32
+  config.rollout.temperature = 1.0
   # One length of batches needs only one set of compiled programs.
   config.rollout.length_bucket = config.env.max_length
   config.updates.minibatch_size = 8

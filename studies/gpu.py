@@ -77,6 +77,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.sft.optimizer.warmup_updates = 100
   # 4 minibatches x 8 epochs = 32 updates on one collection.
   config.rollout.trajectories_per_step = 128
+  config.rollout.temperature = 1.0
   # One length of batches needs only one set of compiled programs.
   config.rollout.length_bucket = config.env.max_length
   config.updates.minibatch_size = 32
