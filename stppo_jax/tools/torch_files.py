@@ -63,7 +63,8 @@ def convert(place: str, out: pathlib.Path) -> int:
       except Exception as error:  # a damaged file can raise any error
         reason = str(error).partition('\n')[0]
         raise exits.Misconfigured(
-          f'{place}: {name} holds something other than weights ({reason})'
+          f'{place}: {name} holds something other than weights, or is '
+          f'damaged ({reason})'
         ) from error
       path = partial / _renamed(name)
       safetensors.torch.save_file(tensors, path, {'format': 'pt'})

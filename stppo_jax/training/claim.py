@@ -357,7 +357,8 @@ def tell_before_first(unit: str) -> None:
   # There is nothing to save: each file that this start has written is complete,
   # or the next start writes it again.
   _log.info(
-    'interrupted before the first %s; the same command starts again', unit
+    'interrupted before the first %s of this start; the same command goes on',
+    unit,
   )
 
 

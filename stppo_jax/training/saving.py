@@ -298,8 +298,7 @@ def rewind(writer: writer_lib.Writer, last: LastStep) -> None:
   aside = writer.rewind(step - (not written), saved=step)
   if aside is not None:
     _log.info(
-      'resumed after %s, the newest checkpoint; later metrics and dialogues '
-      'are now in %s',
+      'going on after %s; metrics and dialogues of later steps are now in %s',
       last,
       aside,
     )
