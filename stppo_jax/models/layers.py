@@ -6,6 +6,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.parallel import pieces
+
 Array = jax.Array
 
 INITIALIZER = nnx.initializers.normal(stddev=0.02)
@@ -14,6 +16,7 @@ INITIALIZER = nnx.initializers.normal(stddev=0.02)
 class Linear(nnx.Module):
   """Computes x @ kernel (+ bias), with the kernel stored as [in, out].
 
+  For decoding, the kernel may be stored in pieces, see `parallel.pieces`.
   `adapt` adds low-rank adapters, see `lora`.
   """
 
@@ -35,7 +38,7 @@ class Linear(nnx.Module):
     # policies of `remat` recognise a product with weights by the absence of
     # batch dimensions.
     flat = x.reshape(-1, x.shape[-1])
-    y = flat @ self.kernel[...].astype(x.dtype)
+    y = pieces.product(flat, self.kernel.get_value())
     if self.adapter_scale is not None:
       low_rank = flat @ self.lora_a[...].astype(x.dtype)
       y = y + self.adapter_scale * (low_rank @ self.lora_b[...].astype(x.dtype))

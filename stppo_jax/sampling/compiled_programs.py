@@ -21,6 +21,7 @@ from stppo_jax.models import modules
 from stppo_jax.parallel import compilation
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import pieces
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import engine_options
@@ -73,6 +74,7 @@ class CompiledPrograms:
     options: engine_options.EngineOptions,
   ):
     mesh = placement.mesh
+    self._mesh = mesh
     self.page_size = options.tokens_per_page
     self.pages_per_row = options.pages_per_row
     self.takes_any_number = _takes_any_number(model, mesh, self.page_size)
@@ -124,12 +126,15 @@ class CompiledPrograms:
     # read all its arrays.
     if base is not self._base:
       self._base_copy = None
-      self._base_copy = None if base is None else self._publisher(base)
+      self._base_copy = None if base is None else self._published(base)
       self._base = base
-    params = self._publisher(params)
+    params = self._published(params)
     if self._base_copy is not None:
       params = joined(self._base_copy, params)
     return params
+
+  def _published(self, params: functional.Params) -> functional.Params:
+    return pieces.cut_layers(self._publisher(params), self._mesh)
 
   def put(self, *trees):
     """Puts this host's arrays on the devices, sharded as the slots are."""

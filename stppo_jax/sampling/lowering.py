@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import pieces
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import compiled_programs
@@ -52,6 +53,7 @@ class Lowering:
     self._functions = compiled_programs.build(
       model, placement, options.programs, stopped=num_states - 1
     )
+    self._mesh = mesh
     self._options = options
     self._trained = trained
     self.weights = self._published(trained)
@@ -139,7 +141,7 @@ class Lowering:
       copy, layout = publisher.program(part)
       return sharding.with_layout(jax.eval_shape(copy, part, layer), layout)
 
-    return publisher.by_part(params, shapes)
+    return pieces.cut_layers(publisher.by_part(params, shapes), self._mesh)
 
   # The result stands for an array whose first axis counts the rows. Lowering
   # needs only the shape, the dtype and the sharding of such an array.
