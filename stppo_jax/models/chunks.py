@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import pieces
 
 Array = jax.Array
 _TENSOR, _WIDTH = mesh_lib.AXES[-1], mesh_lib.WEIGHT_AXES
@@ -152,8 +153,13 @@ class VocabularyShard(NamedTuple):
     return jax.lax.psum(x, self.axis) if self.axis else x
 
 
-def logits(hidden: Array, output_VD: Array) -> Array:
-  """Returns float32 logits [..., V] of the token after each hidden state."""
+def logits(hidden: Array, output_VD: Array | pieces.Pieces) -> Array:
+  """Returns float32 logits [..., V] of the token after each hidden state.
+
+  For decoding, the matrix may be given in pieces; then `hidden` is [S, D].
+  """
+  if isinstance(output_VD, tuple):
+    return pieces.logits(hidden, output_VD)
   return jnp.einsum(
     '...d,vd->...v',
     hidden,

@@ -1,14 +1,14 @@
 """Cuts the large matrices of decoding weights into pieces.
 
-While a TPU computes, its compiler copies the weights of later products into the
-fast memory of the chip, so that these products need not wait for them. The fast
-memory is small, and the compiler copies a matrix as a whole. Of an array that
-is a quarter of this memory or larger, often none is copied in time. Therefore,
+While a TPU computes, it can already copy the weights of later products into the
+fast memory of the chip, so that these products need not wait. The compiler
+copies whole arrays only, and there is room for few large arrays. Therefore,
 each matrix above a limit is held as several arrays, its pieces.
 
-A matrix [in, out] is cut along an axis that is not sharded, so that no device
-needs another device's part. If `out` is cut, the result of a product is the
-concatenation of the results of the pieces. If `in` is cut, it is their sum.
+A matrix is cut along its outputs: the columns of a kernel [in, out], or the
+rows of an output matrix [V, D]. If the outputs are sharded over T devices, each
+device cuts its own part, so that no weights move. A piece therefore has an axis
+of size T in addition, [in, T, out / T / n] or [T, V / T / n, D] for n pieces.
 """
 
 from collections.abc import Mapping
@@ -17,26 +17,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
 Pieces = tuple[Array, ...]
-# Platform -> the most bytes of a matrix, or of a piece, on a device. By the
-# estimate of the compiler for v5p, pieces of half this size are as good.
+# Platform -> the most bytes of a matrix, or of a piece, on a device.
 MOST_BYTES: Mapping[str, int] = {'tpu': 24 << 20}
-# With more rows than this, the time of a product is not that of reading its
-# weights. Sums of large results would then cost more than they save.
+# With more rows than this, a product takes longer than copying its weights, and
+# one large product is faster than several small ones.
 _FEW_ROWS = 1024
 
 
-def cut_layers(weights: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Any:
+def cut(weights: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Any:
   """Returns weights whose large matrices are cut, and deletes these matrices.
 
   Args:
-    weights: arrays, or shapes with shardings. The layers, a separate tree for
-      each, are in the tuple 'layers'; only their matrices are cut.
-    mesh: the mesh of the weights, which tells the platform.
+    weights: arrays, or shapes with shardings, which `Publisher` returns. The
+      matrices of the layers are cut, and the output matrix 'lm_head'.
+    mesh: the mesh of the weights.
 
   Returns:
     The weights, with a tuple of pieces in place of each matrix that was cut.
@@ -44,8 +45,11 @@ def cut_layers(weights: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Any:
   most = MOST_BYTES.get(mesh_lib.platform(mesh))
   if most is None:
     return weights
-  cut = functools.partial(_cut, most=most)
-  return {**weights, 'layers': jax.tree.map(cut, weights['layers'])}
+  pieces = functools.partial(_pieces, mesh=mesh, most=most)
+  made = {**weights, 'layers': jax.tree.map(pieces, weights['layers'])}
+  if 'lm_head' in weights:
+    made['lm_head'] = pieces(weights['lm_head'], axis=0)
+  return made
 
 
 def product(x_NI: Array, kernel: Array | Pieces) -> Array:
@@ -58,42 +62,70 @@ def product(x_NI: Array, kernel: Array | Pieces) -> Array:
   if not isinstance(kernel, tuple):
     return x_NI @ kernel.astype(x_NI.dtype)
   pieces = [piece.astype(x_NI.dtype) for piece in kernel]
-  axis = 0 if pieces[0].shape[0] < x_NI.shape[1] else 1
   if len(x_NI) > _FEW_ROWS:
-    return x_NI @ jnp.concatenate(pieces, axis)
-  if axis:
-    return jnp.concatenate([x_NI @ piece for piece in pieces], axis)
-  # The sum is rounded once, as the sum within one product is.
+    joined = jnp.concatenate(pieces, axis=2)
+    return x_NI @ joined.reshape(len(joined), -1)
+  parts = [jnp.einsum('ni,ito->nto', x_NI, piece) for piece in pieces]
+  return jnp.concatenate(parts, axis=2).reshape(len(x_NI), -1)
+
+
+def logits(hidden_SD: Array, pieces: Pieces) -> Array:
+  """Returns float32 logits [S, V].
+
+  Args:
+    hidden_SD: hidden states.
+    pieces: the pieces of the output matrix [V, D].
+  """
   parts = [
-    jnp.matmul(x, piece, preferred_element_type=jnp.float32)
-    for x, piece in zip(jnp.split(x_NI, len(pieces), axis=1), pieces)
+    jnp.einsum(
+      'sd,tvd->stv',
+      hidden_SD,
+      piece.astype(hidden_SD.dtype),
+      preferred_element_type=jnp.float32,
+    )
+    for piece in pieces
   ]
-  return sum(parts[1:], start=parts[0]).astype(x_NI.dtype)
+  return jnp.concatenate(parts, axis=2).reshape(len(hidden_SD), -1)
 
 
-def _cut(x: Any, *, most: int) -> Any:
-  """Returns the pieces of a large matrix, and other leaves as they are."""
+def _pieces(
+  x: Any, *, mesh: jax.sharding.Mesh, most: int, axis: int = 1
+) -> Any:
+  """Returns the pieces of a large matrix, and other leaves as they are.
+
+  Args:
+    x: an array, or a shape with a sharding.
+    mesh: the mesh of the weights.
+    most: the most bytes of a piece on a device.
+    axis: the axis of the outputs.
+  """
   if x.ndim != 2:
     return x
   shard = x.sharding.shard_shape(x.shape)
-  whole = [axis for axis in (1, 0) if shard[axis] == x.shape[axis]]
-  if not whole:
-    return x
-  axis, number = whole[0], 1
   size = shard[0] * shard[1] * x.dtype.itemsize
+  number = 1
   while size > number * most and shard[axis] % (2 * number) == 0:
     number *= 2
   if number == 1:
     return x
+  devices = x.shape[axis] // shard[axis]
+  sizes = devices, number, shard[axis] // number
+  spec = () if x.sharding.is_fully_replicated else x.sharding.spec
+  axes = [*spec, *[None] * (x.ndim - len(spec))]
+  axes.insert(axis + 1, None)
+  layout = NamedSharding(mesh, P(*axes))
   if isinstance(x, jax.ShapeDtypeStruct):
-    shape = list(x.shape)
-    shape[axis] //= number
-    return (x.update(shape=tuple(shape)),) * number
-  pieces = _split(x, number, axis)
+    shape = (*x.shape[:axis], sizes[0], sizes[2], *x.shape[axis + 1 :])
+    return (jax.ShapeDtypeStruct(shape, x.dtype, sharding=layout),) * number
+  pieces = _split(x, sizes, axis, layout)
   x.delete()
   return pieces
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _split(x: Array, number: int, axis: int) -> Pieces:
-  return tuple(jnp.split(x, number, axis))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _split(
+  x: Array, sizes: tuple[int, int, int], axis: int, layout: NamedSharding
+) -> Pieces:
+  parted = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
+  pieces = [jnp.take(parted, n, axis=axis + 1) for n in range(sizes[1])]
+  return tuple(jax.lax.with_sharding_constraint(x, layout) for x in pieces)

@@ -134,7 +134,7 @@ class CompiledPrograms:
     return params
 
   def _published(self, params: functional.Params) -> functional.Params:
-    return pieces.cut_layers(self._publisher(params), self._mesh)
+    return pieces.cut(self._publisher(params), self._mesh)
 
   def put(self, *trees):
     """Puts this host's arrays on the devices, sharded as the slots are."""

@@ -141,7 +141,7 @@ class Lowering:
       copy, layout = publisher.program(part)
       return sharding.with_layout(jax.eval_shape(copy, part, layer), layout)
 
-    return pieces.cut_layers(publisher.by_part(params, shapes), self._mesh)
+    return pieces.cut(publisher.by_part(params, shapes), self._mesh)
 
   # The result stands for an array whose first axis counts the rows. Lowering
   # needs only the shape, the dtype and the sharding of such an array.
