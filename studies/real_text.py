@@ -57,10 +57,10 @@ their different rates, as the difference between critics did in
 studies/dead_critic.py. The two comparisons with this arm are description.
 
 Planned after all seeds of these arms, and one seed of the arms with the
-correction, had been seen: all 48 runs are to be made anew on another machine,
-from a start that is made anew there, because the arms with the correction must
-begin from the same policy as the others. Until then, the tables of
-docs/collapse.md are of the first 34 runs.
+correction, had been seen: all 48 runs were made anew on another machine, from a
+start that was made anew there, because the arms with the correction must begin
+from the same policy as the others. The tables of docs/collapse.md are of these
+48 runs only.
 """
 
 import pathlib

@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stppo_jax.models import chunks
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import pieces
 from tests.models import tiny
 from tests.sampling import tiny_engine
 
 _MOST = 512  # bytes: 128 weights of float32
+_KERNELS = ('up_proj', 'down_proj', 'k_proj', 'q_proj')
 
 
 def _shapes(mesh):
@@ -27,10 +29,10 @@ def _shapes(mesh):
     },
     'down_proj': {'kernel': shape((48, 32), 'tensor')},
     'k_proj': {'kernel': shape((32, 4), None, 'tensor')},
-    # With `out` sharded, this matrix cannot be halved.
-    'q_proj': {'kernel': shape((9, 32), None, 'tensor')},
+    'q_proj': {'kernel': shape((9, 42), None, 'tensor')},  # 21 cannot be halved
   }
-  return {'embedding': shape((64, 32), 'tensor'), 'layers': (layer,)}
+  embedding = shape((64, 32), 'tensor')
+  return {'embedding': embedding, 'lm_head': embedding, 'layers': (layer,)}
 
 
 @pytest.mark.parametrize('tensor', [1, 2])
@@ -46,36 +48,49 @@ def test_products_with_pieces_equal_those_with_matrices(
   drawn = jax.tree.map(lambda x: rng.standard_normal(x.shape, x.dtype), shapes)
   layouts = jax.tree.map(lambda x: x.sharding, shapes)
   weights = jax.device_put(drawn, layouts)
-  cut = pieces.cut_layers(weights, mesh)
-  layer, whole = cut['layers'][0], drawn['layers'][0]
+  cut = pieces.cut(weights, mesh)
   describe = lambda tree: jax.tree.map(
-    lambda x: (x.shape, x.dtype, x.sharding), tree
+    lambda x: (x.shape, x.dtype, x.sharding.shard_shape(x.shape)), tree
   )
-  assert describe(cut) == describe(pieces.cut_layers(shapes, mesh))
+  assert describe(cut) == describe(pieces.cut(shapes, mesh))
 
-  sizes = lambda name: [piece.shape for piece in layer[name]['kernel']]
-  assert sizes('up_proj') == ([(32, 3)] * 16 if tensor == 1 else [(4, 48)] * 8)
-  assert sizes('down_proj') == (
-    [(48, 2)] * 16 if tensor == 1 else [(48, 4)] * 8
-  )
+  layer, drawn_layer = cut['layers'][0], drawn['layers'][0]
+  found = {name: layer[name]['kernel'] for name in _KERNELS}
+  found |= {'lm_head': cut['lm_head'], 'embedding': cut['embedding']}
+  # A piece has 384 bytes on each device, and those of `lm_head` have 512.
+  whole = {'q_proj': (9, 42)} if tensor == 2 else {}
+  assert {name: _sizes(x) for name, x in found.items()} == {
+    'up_proj': [(32, tensor, 3)] * (16 // tensor),
+    'down_proj': [(48, 1, 2 * tensor)] * (16 // tensor),
+    'k_proj': (32, 4),
+    'q_proj': [(9, 1, 21)] * 2,
+    'lm_head': [(tensor, 4, 32)] * (16 // tensor),
+    'embedding': (64, 32),
+  } | whole
   assert weights['layers'][0]['up_proj']['kernel'].is_deleted()
-  untouched = [cut['embedding'], layer['k_proj']['kernel']]
-  untouched += [layer['q_proj']['kernel']] if tensor == 2 else []
-  assert all(isinstance(x, jax.Array) for x in untouched)
 
-  for name in ('up_proj', 'down_proj', 'q_proj'):
-    matrix = jnp.asarray(whole[name]['kernel'])
+  close = {'rtol': 1e-5, 'atol': 1e-5}
+  if dtype == jnp.bfloat16:
+    close = {'rtol': 2e-2, 'atol': 2e-2}
+  for name in _KERNELS:
+    matrix = jnp.asarray(drawn_layer[name]['kernel'])
     x = jax.random.normal(jax.random.key(1), (rows, len(matrix)), dtype)
-    found = jax.jit(pieces.product)(x, layer[name]['kernel'])
-    expected = x @ matrix.astype(dtype)
-    assert found.dtype == dtype
-    close = 1e-5 if dtype == jnp.float32 else 2e-2
+    result = jax.jit(pieces.product)(x, layer[name]['kernel'])
+    assert result.dtype == dtype
     np.testing.assert_allclose(
-      np.asarray(found, np.float32),
-      np.asarray(expected, np.float32),
-      rtol=close,
-      atol=close,
+      np.asarray(result, np.float32),
+      np.asarray(x @ matrix.astype(dtype), np.float32),
+      **close,
     )
+  x = jax.random.normal(jax.random.key(1), (rows, 32), dtype)
+  result = jax.jit(chunks.logits)(x, cut['lm_head'])
+  np.testing.assert_allclose(
+    np.asarray(result), chunks.logits(x, jnp.asarray(drawn['lm_head'])), **close
+  )
+
+
+def _sizes(x):
+  return [one.shape for one in x] if isinstance(x, tuple) else x.shape
 
 
 @pytest.mark.parametrize(('devices', 'tensor'), [(1, 1), (2, 2)])
