@@ -59,8 +59,8 @@ studies/dead_critic.py. The two comparisons with this arm are description.
 Planned after all seeds of these arms, and one seed of the arms with the
 correction, had been seen: all 48 runs were made anew on another machine, from a
 start that was made anew there, because the arms with the correction must begin
-from the same policy as the others. The tables of docs/collapse.md are of these
-48 runs only.
+from the same policy as the others. The pilot was not repeated. The tables of
+docs/collapse.md are of these 48 runs only.
 """
 
 import pathlib

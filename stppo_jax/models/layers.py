@@ -38,7 +38,9 @@ class Linear(nnx.Module):
     # policies of `remat` recognise a product with weights by the absence of
     # batch dimensions.
     flat = x.reshape(-1, x.shape[-1])
-    y = pieces.product(flat, self.kernel.get_value())
+    # In decoding, each row has one token.
+    prefill = x.shape[-2] > 1
+    y = pieces.product(flat, self.kernel.get_value(), join=prefill)
     if self.adapter_scale is not None:
       low_rank = flat @ self.lora_a[...].astype(x.dtype)
       y = y + self.adapter_scale * (low_rank @ self.lora_b[...].astype(x.dtype))

@@ -22,13 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 Array = jax.Array
 Pieces = tuple[Array, ...]
-# Kind of device -> the most bytes of a matrix, or of a piece, on such a device.
-# Only chips of v5p cut: by the estimates of its compiler, v5e gains less in
-# decoding than it loses in prefill, which joins the pieces of each matrix.
+# Kind of device -> the bytes of a matrix on such a device above which it is
+# halved, and its halves again, as long as their outputs can be halved. Only
+# chips of v5p cut. By the estimates of the compiler, v5e gains less in decoding
+# than it loses in prefill, which joins the pieces of each matrix.
 MOST_BYTES: Mapping[str, int] = {'TPU v5': 32 << 20, 'TPU v5p': 32 << 20}
-# With more rows than this, a product takes longer than copying its weights, and
-# one large product is faster than several small ones.
-_FEW_ROWS = 1024
 
 
 def cut(weights: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Any:
@@ -36,7 +34,7 @@ def cut(weights: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Any:
 
   Args:
     weights: arrays, or shapes with shardings, which `Publisher` returns. The
-      matrices of the layers are cut, and the output matrix 'lm_head'.
+      kernels of linear layers are cut, and the output matrix 'lm_head'.
     mesh: the mesh of the weights.
 
   Returns:
@@ -46,23 +44,32 @@ def cut(weights: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Any:
   if most is None:
     return weights
   pieces = functools.partial(_pieces, mesh=mesh, most=most)
-  made = {**weights, 'layers': jax.tree.map(pieces, weights['layers'])}
+
+  def of_layer(path, x):
+    *_, owner, name = (key.key for key in path if hasattr(key, 'key'))
+    # Adapters and routers are small, and are not read in pieces.
+    return pieces(x) if name == 'kernel' and owner != 'router' else x
+
+  layers = jax.tree_util.tree_map_with_path(of_layer, weights['layers'])
+  made = {**weights, 'layers': layers}
   if 'lm_head' in weights:
     made['lm_head'] = pieces(weights['lm_head'], axis=0)
   return made
 
 
-def product(x_NI: Array, kernel: Array | Pieces) -> Array:
+def product(x_NI: Array, kernel: Array | Pieces, *, join: bool) -> Array:
   """Returns x @ kernel [N, O], in the dtype of x.
 
   Args:
     x_NI: N rows.
     kernel: a matrix [I, O], or its pieces.
+    join: whether to join the pieces first. In prefill, a product takes longer
+      than this copy, and one large product is faster than several small ones.
   """
   if not isinstance(kernel, tuple):
     return x_NI @ kernel.astype(x_NI.dtype)
   pieces = [piece.astype(x_NI.dtype) for piece in kernel]
-  if len(x_NI) > _FEW_ROWS:
+  if join:
     joined = jnp.concatenate(pieces, axis=2)
     return x_NI @ joined.reshape(len(joined), -1)
   parts = [jnp.einsum('ni,ito->nto', x_NI, piece) for piece in pieces]

@@ -1,11 +1,15 @@
 """Large matrices of decoding weights are cut, and products stay the same."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from stppo_jax.models import chunks
+from stppo_jax.models import lora as lora_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import pieces
 from tests.models import tiny
@@ -29,17 +33,21 @@ def _shapes(mesh):
     },
     'down_proj': {'kernel': shape((48, 32), 'tensor')},
     'k_proj': {'kernel': shape((32, 4), None, 'tensor')},
-    'q_proj': {'kernel': shape((9, 42), None, 'tensor')},  # 21 cannot be halved
+    'q_proj': {
+      'kernel': shape((9, 42), None, 'tensor'),
+      'lora_a': shape((256, 2)),
+    },
+    'moe': {'router': {'kernel': shape((256, 2))}},
   }
   embedding = shape((64, 32), 'tensor')
   return {'embedding': embedding, 'lm_head': embedding, 'layers': (layer,)}
 
 
 @pytest.mark.parametrize('tensor', [1, 2])
-@pytest.mark.parametrize('rows', [3, 1025])
+@pytest.mark.parametrize('join', [False, True])
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 def test_products_with_pieces_equal_those_with_matrices(
-  tensor, rows, dtype, monkeypatch
+  tensor, join, dtype, monkeypatch
 ):
   monkeypatch.setattr(pieces, 'MOST_BYTES', {'cpu': _MOST})
   devices = jax.devices()[:tensor]
@@ -57,7 +65,8 @@ def test_products_with_pieces_equal_those_with_matrices(
   layer, drawn_layer = cut['layers'][0], drawn['layers'][0]
   found = {name: layer[name]['kernel'] for name in _KERNELS}
   found |= {'lm_head': cut['lm_head'], 'embedding': cut['embedding']}
-  # A piece has 384 bytes on each device, and those of `lm_head` have 512.
+  # A piece has 384 bytes on each device, one of `lm_head` 512, and one of
+  # `q_proj` 756, because 21 columns cannot be halved.
   whole = {'q_proj': (9, 42)} if tensor == 2 else {}
   assert {name: _sizes(x) for name, x in found.items()} == {
     'up_proj': [(32, tensor, 3)] * (16 // tensor),
@@ -67,6 +76,8 @@ def test_products_with_pieces_equal_those_with_matrices(
     'lm_head': [(tensor, 4, 32)] * (16 // tensor),
     'embedding': (64, 32),
   } | whole
+  small = [layer['q_proj']['lora_a'], layer['moe']['router']['kernel']]
+  assert list(map(_sizes, small)) == [(256, 2)] * 2
   assert weights['layers'][0]['up_proj']['kernel'].is_deleted()
 
   close = {'rtol': 1e-5, 'atol': 1e-5}
@@ -74,15 +85,17 @@ def test_products_with_pieces_equal_those_with_matrices(
     close = {'rtol': 2e-2, 'atol': 2e-2}
   for name in _KERNELS:
     matrix = jnp.asarray(drawn_layer[name]['kernel'])
-    x = jax.random.normal(jax.random.key(1), (rows, len(matrix)), dtype)
-    result = jax.jit(pieces.product)(x, layer[name]['kernel'])
+    x = jax.random.normal(jax.random.key(1), (3, len(matrix)), dtype)
+    result = jax.jit(functools.partial(pieces.product, join=join))(
+      x, layer[name]['kernel']
+    )
     assert result.dtype == dtype
     np.testing.assert_allclose(
       np.asarray(result, np.float32),
       np.asarray(x @ matrix.astype(dtype), np.float32),
       **close,
     )
-  x = jax.random.normal(jax.random.key(1), (rows, 32), dtype)
+  x = jax.random.normal(jax.random.key(1), (3, 32), dtype)
   result = jax.jit(chunks.logits)(x, cut['lm_head'])
   np.testing.assert_allclose(
     np.asarray(result), chunks.logits(x, jnp.asarray(drawn['lm_head'])), **close
@@ -113,3 +126,27 @@ def test_an_engine_with_cut_weights_samples_the_same_tokens(
     assert isinstance(kernel, tuple) == bool(most)
   for row, dialogue in found[0].items():
     tiny_engine.assert_same(found[1][row], dialogue)
+
+
+def test_adapters_are_published_again_beside_a_base_that_was_cut(monkeypatch):
+  lora = lora_lib.Lora(rank=2, alpha=8.0, targets='(q|down)_proj$')
+  model = dataclasses.replace(tiny_engine.MODEL, lora=lora)
+  base = jax.tree.map(jnp.asarray, tiny_engine.PARAMS)
+  drawn = model.init_adapters(jax.random.key(0))
+  found = []
+  for most in ({}, {'cpu': _MOST}):
+    monkeypatch.setattr(pieces, 'MOST_BYTES', most)
+    engine, _ = tiny_engine.new_engine(model=model)
+    for number in range(2):
+      draw = functools.partial(jax.random.normal, jax.random.key(number))
+      adapters = jax.tree.map(lambda x, draw=draw: draw(x.shape), drawn)
+      engine.publish(adapters, number, base=base)
+      assert not any(x.is_deleted() for x in jax.tree.leaves((base, adapters)))
+      found.append(
+        tiny_engine.run_dialogues(
+          engine, tiny_engine.prompts(4), tiny_engine.keys(4)
+        )
+      )
+  for whole, cut in zip(found[:2], found[2:]):
+    for row, dialogue in whole.items():
+      tiny_engine.assert_same(cut[row], dialogue)
