@@ -133,6 +133,8 @@ def test_the_areas_of_the_seeds_that_played_no_part_in_the_choice(
     ('narrow_bounds', [''], 'turn 0.01', 'token 0.01'),
     ('real_text', [''], 'turn_ppo', 'token_ppo'),
     ('real_text', [''], 'turn 0.01', 'turn_ppo'),
+    ('real_text', [''], 'st_ppo', 'turn_ppo'),
+    ('real_text', [''], 's_ppo', 'token_ppo'),
     ('real_text', [''], 'turn_ppo', 'token, rate of turns'),
     ('real_text', [''], 'turn 0.01', 'token, rate of turns'),
     *(
