@@ -28,8 +28,9 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.env.max_length = 320
   config.rollout.length_bucket = 64
   config.num_steps = 40
-  # With few dialogues the critic remembers single dialogues. At the temperature
-  # 1, a trained policy fails mostly by rare slips, which a critic cannot learn.
+  # With few dialogues a critic seems to remember single dialogues. At the
+  # temperature 1, a trained policy often fails by rare slips, which the critic
+  # was not seen to learn.
   config.rollout.trajectories_per_step = 1024
   config.rollout.temperature = 0.7
   config.updates.minibatch_size = 256

@@ -46,9 +46,10 @@ def cut(weights: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Any:
   pieces = functools.partial(_pieces, mesh=mesh, most=most)
 
   def of_layer(path, x):
-    *_, owner, name = (key.key for key in path if hasattr(key, 'key'))
-    # Adapters and routers are small, and are not read in pieces.
-    return pieces(x) if name == 'kernel' and owner != 'router' else x
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    # Only linear layers read pieces. Adapters and routers are read whole.
+    linear = name.endswith('/kernel') and not name.endswith('/router/kernel')
+    return pieces(x) if linear else x
 
   layers = jax.tree_util.tree_map_with_path(of_layer, weights['layers'])
   made = {**weights, 'layers': layers}
@@ -98,12 +99,12 @@ def logits(hidden_SD: Array, pieces: Pieces) -> Array:
 def _pieces(
   x: Any, *, mesh: jax.sharding.Mesh, most: int, axis: int = 1
 ) -> Any:
-  """Returns the pieces of a large matrix, and other leaves as they are.
+  """Returns the pieces of a large matrix, and other arrays as they are.
 
   Args:
     x: an array, or a shape with a sharding.
     mesh: the mesh of the weights.
-    most: the most bytes of a piece on a device.
+    most: the bytes on a device above which a matrix is halved.
     axis: the axis of the outputs.
   """
   if x.ndim != 2:
