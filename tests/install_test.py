@@ -93,7 +93,13 @@ def test_shipped_configs_and_those_of_the_user_are_found(site, tmp_path):
   assert version == f'stppo_jax {stppo_jax.__version__}\n'
 
 
-@pytest.mark.parametrize('launcher', _SUBMIT)
+@pytest.mark.parametrize(
+  'launcher',
+  [
+    pytest.param(name, marks=() if name == 'tpu' else pytest.mark.slow)
+    for name in _SUBMIT
+  ],
+)
 def test_a_dry_run_needs_no_clone_no_tool_and_no_file_of_the_workers(
   site, tmp_path, launcher
 ):

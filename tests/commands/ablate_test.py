@@ -470,15 +470,20 @@ def test_wrong_input_is_one_line(folder, study, flags, expected, refused):
 @pytest.mark.parametrize(
   'study',
   [
+    *('collapse.py:levels', 'bounds.py:bounds', 'real_text.py:real_text'),
     *(
-      f'collapse.py:{name}'
-      for name in 'levels turn_length correction correction_seeds controls '
-      'staleness groups start calculator'.split()
+      pytest.param(study, marks=pytest.mark.slow)
+      for study in (
+        *(
+          f'collapse.py:{name}'
+          for name in 'turn_length correction correction_seeds controls '
+          'staleness groups start calculator'.split()
+        ),
+        *('dead_critic.py:dead_critic', 'gpu.py:gpu', 'sizes.py:sizes'),
+        *('narrow_bounds.py:narrow_bounds', 'steps_ahead.py:steps_ahead'),
+        *('long_turns.py:long_turns', 'long_turns.py:pilot'),
+      )
     ),
-    *('dead_critic.py:dead_critic', 'bounds.py:bounds', 'gpu.py:gpu'),
-    *('narrow_bounds.py:narrow_bounds', 'sizes.py:sizes'),
-    *('steps_ahead.py:steps_ahead', 'real_text.py:real_text'),
-    *('long_turns.py:long_turns', 'long_turns.py:pilot'),
   ],
 )
 def test_the_shipped_studies_have_valid_configs_and_those_of_their_tables(

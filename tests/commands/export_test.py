@@ -1,8 +1,6 @@
 """`export` as users call it: any checkpoint of a run, and every error."""
 
 import builtins
-import contextlib
-import io
 import json
 import os
 import pathlib
@@ -18,17 +16,6 @@ from stppo_jax.models.hf import load
 from stppo_jax.training import checkpoint_state
 from tests.training import runs
 
-_RUN = {'num_steps': 2, 'evaluate__every': 0}
-
-
-@pytest.fixture(scope='module')
-def workdir(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp('run')
-  with contextlib.redirect_stdout(io.StringIO()):
-    flags = runs.flags(**_RUN)
-    assert __main__.main(['train', *flags, f'--workdir={workdir}']) == 0
-  return workdir
-
 
 def _export(*flags):
   return __main__.main(['export', *flags])
@@ -39,22 +26,29 @@ def _tensors(folder):
 
 
 def test_the_newest_checkpoint_is_the_policy_of_the_finished_run(
-  workdir, tmp_path, capsys
+  finished, tmp_path, capsys
 ):
   out = tmp_path / 'deep' / 'out'
-  assert _export(f'--workdir={workdir}', f'--out={out}') == 0
-  assert f'{out}: the policy after step 2, float32' in capsys.readouterr().out
-  theirs = workdir / 'policy'
+  assert _export(f'--workdir={finished}', f'--out={out}') == 0
+  assert (
+    f'{out}: the policy after step {runs.STEPS}, float32'
+    in capsys.readouterr().out
+  )
+  theirs = finished / 'policy'
   assert {p.name for p in out.iterdir()} == {p.name for p in theirs.iterdir()}
   for path in theirs.iterdir():
     assert (out / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_an_earlier_step_in_bfloat16(workdir, tmp_path):
-  flags = [f'--workdir={workdir}', f'--out={tmp_path}', '--step=1']
+def test_an_earlier_step_in_bfloat16(finished, tmp_path):
+  flags = [
+    f'--workdir={finished}',
+    f'--out={tmp_path}',
+    f'--step={runs.STEPS - 1}',
+  ]
   assert _export(*flags) == 0
   whole = _tensors(tmp_path)
-  newest = _tensors(workdir / 'policy')
+  newest = _tensors(finished / 'policy')
   assert any((whole[name] != newest[name]).any() for name in whole)
   assert _export(*flags, '--dtype=bfloat16') == 0  # in place of the other
   rounded = _tensors(tmp_path)
@@ -67,13 +61,13 @@ def test_an_earlier_step_in_bfloat16(workdir, tmp_path):
   assert config['torch_dtype'] == 'bfloat16'
   runtime = {'dtype': 'float32', 'remat': 'none', 'scan_unroll': 1}
   assert load.read_config(tmp_path, **runtime) == load.read_config(
-    workdir / 'policy', **runtime
+    finished / 'policy', **runtime
   )
 
 
-def test_a_run_without_the_keys_of_later_versions(workdir, tmp_path):
+def test_a_run_without_the_keys_of_later_versions(finished, tmp_path):
   old = tmp_path / 'old'
-  shutil.copytree(workdir, old)
+  shutil.copytree(finished, old)
   config = json.loads((old / 'config.json').read_text())
   del config['rollout']['tensor'], config['rollout']['cache_dtype']
   del config['algorithm']['advantage']['critic_tokens']
@@ -82,12 +76,12 @@ def test_a_run_without_the_keys_of_later_versions(workdir, tmp_path):
   out = tmp_path / 'out'
   assert _export(f'--workdir={old}', f'--out={out}') == 0
   name = 'model.safetensors'
-  assert (out / name).read_bytes() == (workdir / 'policy' / name).read_bytes()
+  assert (out / name).read_bytes() == (finished / 'policy' / name).read_bytes()
 
 
-def _copy(workdir, folder, **changes):
+def _copy(finished, folder, **changes):
   """Copies the folder of the run and changes its recorded config."""
-  shutil.copytree(workdir, folder)
+  shutil.copytree(finished, folder)
   path = folder / 'config.json'
   config = json.loads(path.read_text())
   for key, value in changes.items():
@@ -97,9 +91,9 @@ def _copy(workdir, folder, **changes):
   return folder
 
 
-def test_inputs_that_an_export_does_not_read_may_be_missing(workdir, tmp_path):
+def test_inputs_that_an_export_does_not_read_may_be_missing(finished, tmp_path):
   run = _copy(
-    workdir,
+    finished,
     tmp_path / 'run',
     env__prompt_template='/absent',
     model__reference_path='/absent',
@@ -110,13 +104,13 @@ def test_inputs_that_an_export_does_not_read_may_be_missing(workdir, tmp_path):
   )
   out = tmp_path / 'out'
   assert _export(f'--workdir={run}', f'--out={out}') == 0
-  newest = _tensors(workdir / 'policy')
+  newest = _tensors(finished / 'policy')
   for name, value in _tensors(out).items():
     np.testing.assert_array_equal(value, newest[name])
 
 
-def test_a_source_that_has_moved_is_named(workdir, tmp_path, refused):
-  run = _copy(workdir, tmp_path / 'run', model__path='/absent')
+def test_a_source_that_has_moved_is_named(finished, tmp_path, refused):
+  run = _copy(finished, tmp_path / 'run', model__path='/absent')
   flags = [f'--workdir={run}', f'--out={tmp_path}/out']
   err = refused('export', *flags)
   assert err.startswith("config.model.path='/absent': no such folder; ")
@@ -124,21 +118,21 @@ def test_a_source_that_has_moved_is_named(workdir, tmp_path, refused):
   err = refused('export', *flags, '--model=/nowhere')
   assert err == '--model=/nowhere: no such folder\n'
   source = tmp_path / 'source'
-  shutil.copytree(workdir / 'policy', source)
+  shutil.copytree(finished / 'policy', source)
   # All weights that are exported are in the checkpoint.
   (source / 'model.safetensors').unlink()
   assert _export(*flags, f'--model={source}') == 0
-  theirs = (workdir / 'policy' / 'model.safetensors').read_bytes()
+  theirs = (finished / 'policy' / 'model.safetensors').read_bytes()
   assert (tmp_path / 'out' / 'model.safetensors').read_bytes() == theirs
 
 
 @pytest.fixture(scope='module')
-def based(workdir, tmp_path_factory):
+def based(finished, tmp_path_factory):
   """Returns (model, the folder of a run that starts from it)."""
   folder = tmp_path_factory.mktemp('based')
-  model = shutil.copytree(workdir / 'policy', folder / 'models' / 'M')
+  model = shutil.copytree(finished / 'policy', folder / 'models' / 'M')
   (model / 'export.json').unlink()  # as it is downloaded
-  return model, _copy(workdir, folder / 'run', model__path=str(model))
+  return model, _copy(finished, folder / 'run', model__path=str(model))
 
 
 def test_an_export_replaces_nothing_that_the_run_reads(
@@ -169,8 +163,8 @@ def test_an_export_replaces_nothing_that_the_run_reads(
   assert _export(f'--workdir={run}', f'--out={run}/exported') == 0
 
 
-def test_keys_that_an_export_reads_are_checked(workdir, tmp_path, refused):
-  run = _copy(workdir, tmp_path / 'run', model__num_layers='two')
+def test_keys_that_an_export_reads_are_checked(finished, tmp_path, refused):
+  run = _copy(finished, tmp_path / 'run', model__num_layers='two')
   err = refused('export', f'--workdir={run}', f'--out={tmp_path}/out')
   assert err == "config.model.num_layers='two': must be of type int\n"
 
@@ -182,7 +176,7 @@ def test_as_many_devices_share_a_policy_as_divide_its_width(width, shared):
   assert checkpoint_state.mesh_for_width(width).shape['fsdp'] == shared
 
 
-def test_a_full_disk_is_a_line_and_75(workdir, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_a_line_and_75(finished, tmp_path, capsys, monkeypatch):
   opened = open
 
   def on_a_full_disk(path, *args, **options):
@@ -190,7 +184,7 @@ def test_a_full_disk_is_a_line_and_75(workdir, tmp_path, capsys, monkeypatch):
     return opened('/dev/full' if is_new else path, *args, **options)
 
   monkeypatch.setattr(builtins, 'open', on_a_full_disk)
-  assert _export(f'--workdir={workdir}', f'--out={tmp_path}/out') == 75
+  assert _export(f'--workdir={finished}', f'--out={tmp_path}/out') == 75
   err = capsys.readouterr().err
   assert 'No space left on device' in err and err.count('\n') == 1
   assert os.listdir(tmp_path) == []

@@ -89,7 +89,10 @@ def test_the_share_of_right_answers_follows_from_the_error_rate():
     assert abs(np.mean(scores) - expected) < 3 * deviation + 0.01, hops
 
 
-@pytest.mark.parametrize('repair_rate', [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+  'repair_rate',
+  [0.5, *(pytest.param(p, marks=pytest.mark.slow) for p in (0.0, 1.0))],
+)
 def test_errors_of_the_first_turn_can_be_repaired(repair_rate):
   rate, count, steps = 0.6, 90, 6
   demonstrations = _demonstrations(

@@ -10,6 +10,7 @@ standard input. `places.py` has the names in braces.
 """
 
 import io
+import os
 import pathlib
 import shlex
 import shutil
@@ -63,10 +64,13 @@ def _name(an_input: _Input) -> str:
 
 def _times(root: pathlib.Path) -> dict[str, object]:
   """Returns path to time of each file below a folder, and of no folder."""
-  return {
-    str(path.relative_to(root)): path.is_file() and path.stat().st_mtime_ns
-    for path in root.rglob('*')
-  }
+  times, start = {}, len(f'{root}/')
+  for folder, folders, files in os.walk(root):
+    inside = f'{folder}/'[start:]
+    times |= dict.fromkeys((inside + name for name in folders), False)
+    for name in files:
+      times[inside + name] = os.stat(f'{folder}/{name}').st_mtime_ns
+  return times
 
 
 def _words(command: str, values: dict[str, str]) -> list[str]:

@@ -227,7 +227,9 @@ def test_pod_jobs_are_one_for_each_run(config, capsys):
     + ['--accelerator=v5litepod-8'],
   ],
 )
-@pytest.mark.parametrize('where', ['gs://lab', '/shared'])
+@pytest.mark.parametrize(
+  'where', ['gs://lab', pytest.param('/shared', marks=pytest.mark.slow)]
+)
 def test_what_only_the_workers_have_is_not_asked_for(
   flags, where, config, capsys, google
 ):

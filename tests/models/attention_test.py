@@ -234,7 +234,9 @@ def _segments_alone(inputs, window):
     pytest.param(_SPLASH, 1, marks=pytest.mark.slow),
   ],
 )
-@pytest.mark.parametrize('window', [100, 6])
+@pytest.mark.parametrize(
+  'window', [pytest.param(100, marks=pytest.mark.slow), 6]
+)
 def test_segments_do_not_see_each_other(make, devices, window, monkeypatch):
   monkeypatch.setattr(jax.nn, 'dot_product_attention', cudnn.stand_in)
   inputs = _inputs(2, 22, 4, 2)

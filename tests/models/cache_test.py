@@ -123,7 +123,12 @@ def test_storing_equals_a_plain_loop(platform, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ('mixture', 'cache'), [(False, 'int8'), (True, 'model'), (True, 'int8')]
+  ('mixture', 'cache'),
+  [
+    pytest.param(False, 'int8', marks=pytest.mark.slow),
+    pytest.param(True, 'model', marks=pytest.mark.slow),
+    (True, 'int8'),
+  ],
 )
 def test_a_scatter_stores_what_the_loop_stores(mixture, cache, monkeypatch):
   shape = tiny.MIXED if mixture else {}

@@ -95,7 +95,11 @@ def _attend(
 
 @_KERNELS
 @pytest.mark.parametrize(
-  ('dtype', 'tolerance'), [('float32', 1e-5), ('bfloat16', 2e-2)]
+  ('dtype', 'tolerance'),
+  [
+    ('float32', 1e-5),
+    pytest.param('bfloat16', 2e-2, marks=pytest.mark.slow),
+  ],
 )
 @pytest.mark.parametrize(
   ('queries', 'own', 'first'),
@@ -188,7 +192,10 @@ def test_queries_of_many_tiles(kernel):
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize('window', [1, 9, 130, 300, 900])
+@pytest.mark.parametrize(
+  'window',
+  [9, 130, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 300, 900))],
+)
 def test_a_window_on_a_gpu(window):
   lengths = 0, 128, 700
   arrays = _arrays('float32', lengths=lengths, own=20)

@@ -135,7 +135,9 @@ _AXES = ('data', 'fsdp', 'tensor', 'expert')
 
 
 @pytest.mark.parametrize('name', tuple(moe.IMPLEMENTATIONS))
-@pytest.mark.parametrize('axes', [(2, 2, 2), (2, 1, 2, 2)])
+@pytest.mark.parametrize(
+  'axes', [pytest.param((2, 2, 2), marks=pytest.mark.slow), (2, 1, 2, 2)]
+)
 def test_eight_devices_are_one(name, axes):
   eight = mesh_lib.make_mesh(**dict(zip(_AXES, axes)))
   found = _with_balance(eight, moe=name)

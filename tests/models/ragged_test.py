@@ -34,9 +34,10 @@ def _results(product, dtype, sizes, K, N):
   ('sizes', 'K', 'N'),
   [
     ((3, 0, 5, 0), 6, 4),
-    ((0, 0, 7), 5, 3),
+    pytest.param((0, 0, 7), 5, 3, marks=pytest.mark.slow),
     ((300, 0, 1, 211), 16, 8),  # two tiles of rows, one of them for three
-    ((5, 4, 0), 520, 1100),  # tiles of columns that are not full
+    # Tiles of columns that are not full.
+    pytest.param((5, 4, 0), 520, 1100, marks=pytest.mark.slow),
   ],
 )
 def test_gradients_of_uneven_and_empty_groups(sizes, K, N):

@@ -45,7 +45,9 @@ def _shapes(mesh):
 
 @pytest.mark.parametrize('tensor', [1, 2])
 @pytest.mark.parametrize('join', [False, True])
-@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+  'dtype', [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16]
+)
 def test_products_with_pieces_equal_those_with_matrices(
   tensor, join, dtype, monkeypatch
 ):
@@ -106,7 +108,9 @@ def _sizes(x):
   return [one.shape for one in x] if isinstance(x, tuple) else x.shape
 
 
-@pytest.mark.parametrize(('devices', 'tensor'), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+  ('devices', 'tensor'), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)]
+)
 def test_an_engine_with_cut_weights_samples_the_same_tokens(
   devices, tensor, monkeypatch
 ):
@@ -128,6 +132,7 @@ def test_an_engine_with_cut_weights_samples_the_same_tokens(
     tiny_engine.assert_same(found[1][row], dialogue)
 
 
+@pytest.mark.slow
 def test_adapters_are_published_again_beside_a_base_that_was_cut(monkeypatch):
   lora = lora_lib.Lora(rank=2, alpha=8.0, targets='(q|down)_proj$')
   model = dataclasses.replace(tiny_engine.MODEL, lora=lora)

@@ -46,7 +46,9 @@ def _jitted(case, whiten):
 
 
 @_EACH
-@pytest.mark.parametrize('whiten', ['policy', 'all'])
+@pytest.mark.parametrize(
+  'whiten', ['policy', pytest.param('all', marks=pytest.mark.slow)]
+)
 def test_failed_row_is_an_absent_row_and_rows_may_be_permuted(case, whiten):
   batch = batches.grouped()
   order = np.array([4, 2, 0, 5, 1])  # without the failed row
@@ -72,7 +74,9 @@ def _value_and_gradient(case):
 
 
 @_SKIPPING
-@pytest.mark.parametrize('value', [np.nan, np.inf])
+@pytest.mark.parametrize(
+  'value', [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)]
+)
 def test_poison_off_the_mask_changes_nothing(case, value):
   def run(batch):
     arrays = {'values_BL': batch.values_BL, 'rewards_BL': batch.rewards_BL}

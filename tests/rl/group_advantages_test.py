@@ -102,7 +102,9 @@ def _recurring(seed=0):
 
 
 @pytest.mark.parametrize('history', [0, 1, 2])
-@pytest.mark.parametrize('normalize', ['std', 'none'])
+@pytest.mark.parametrize(
+  'normalize', ['std', pytest.param('none', marks=pytest.mark.slow)]
+)
 def test_turns_are_compared_by_the_states_before_them(normalize, history):
   batch = _recurring()
   epsilon = EPSILON if normalize == 'std' else None

@@ -61,7 +61,9 @@ def _slow(options):
   return pytest.param(options, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize('mode', _MODES)
+@pytest.mark.parametrize(
+  'mode', [pytest.param('waves', marks=pytest.mark.slow), 'refill']
+)
 def test_greedy_dialogues_equal_repeated_whole_passes(mode):
   # An observation only sees the end of the turn if that is in the cache.
   dialogues = tiny_engine.run_dialogues(
@@ -166,7 +168,7 @@ def test_the_bits_do_not_depend_on_when_observations_arrive(options):
     {'deterministic': False, 'lookahead': 0, 'early_exit': 0.3},
     _slow({'deterministic': False, 'devices': 2}),
     {'lanes': 2, 'slots': 8},
-    {'deterministic': False, 'batch_rows': 2, 'lookahead': 0},
+    _slow({'deterministic': False, 'batch_rows': 2, 'lookahead': 0}),
     {'deterministic': False, 'slots': 8, 'lanes': 2, 'batch_rows': 2},
     # Rows wait for pages of others; the longest of them needs all there are.
     {'deterministic': False, 'slots': 8, 'page_size': 10, 'pages': 4},

@@ -143,8 +143,8 @@ def test_deterministic_programs_always_run_on_all_slots(devices):
   ('devices', 'slots', 'group_size', 'computed', 'rows'),
   [
     (1, 4, 2, 2, 2),
-    (1, 4, 4, 1, 1),
-    (2, 4, 2, 2, 2),
+    pytest.param(1, 4, 4, 1, 1, marks=pytest.mark.slow),
+    pytest.param(2, 4, 2, 2, 2, marks=pytest.mark.slow),
     (2, 4, 4, 2, 2),  # one group on two devices, which both compute its prompt
     (1, 4, 1, 4, 4),
   ],
@@ -171,7 +171,10 @@ def test_a_wave_computes_each_prompt_once_on_a_device(
   assert sum(batch.starts_A.sum() for batch in batches) == computed
 
 
-@pytest.mark.parametrize(('slots', 'group_size'), [(4, 4), (3, 3)])
+@pytest.mark.parametrize(
+  ('slots', 'group_size'),
+  [pytest.param(4, 4, marks=pytest.mark.slow), (3, 3)],
+)
 @pytest.mark.parametrize('delays', range(3))
 def test_a_prompt_is_computed_if_no_row_has_it(slots, group_size, delays):
   engine, (driver,) = tiny_engine.engine_and_drivers(

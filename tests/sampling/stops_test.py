@@ -53,7 +53,9 @@ def _random_ids(rng, token_bytes):
   return ids
 
 
-@pytest.mark.parametrize('name', _MAKERS)
+@pytest.mark.parametrize(
+  'name', [pytest.param('phrases', marks=pytest.mark.slow), 'bpe']
+)
 def test_stopped_means_that_the_text_holds_a_stop_string(name):
   tokenizer = _MAKERS[name]()
   token_bytes = tokenizer.token_bytes()
