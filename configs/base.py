@@ -238,6 +238,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # Additional passes, in which only the value model learns. `plan` and
         # the metrics of throughput do not count these passes.
         'value_epochs': 0,
+        # The number of earlier steps whose collections these passes repeat,
+        # before the new collection. Devices and checkpoints hold these
+        # collections, with 10 bytes for each token of env.max_length.
+        'value_replay': 0,
         # True: every epoch divides the batch into minibatches in a new random
         # order. False: in the order of collection.
         'shuffle': True,
@@ -292,7 +296,15 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # start in the middle, and learn by cross-entropy. () = values have no
         # bounds, and learn by the squared error.
         'value_range': (),
-        'value_clip': 0.5,  # how far a value may move from the old value
+        # The number of bins of a categorical value. With more than 2, a value
+        # is the mean of a distribution over numbers at equal distances in
+        # value_range, and learns by cross-entropy with two-hot targets. Use
+        # more than 2 if returns are often between the ends of the range.
+        'value_bins': 2,
+        # How far a value may move from the old value: a term of the value loss
+        # is at least that of the nearest value within this distance. With
+        # value_bins > 2, a value that has moved further has no gradient.
+        'value_clip': 0.5,
         # The weight of the value loss if model.value_backbone=shared.
         'value_coefficient': 0.5,
         # The number of steps at the start in which only the value model learns.

@@ -142,7 +142,7 @@ def trackers_are_installed(key: str, names) -> Iterator[str]:
       )
 
 
-def reward_function_exists(key: str, name) -> Iterator[str]:
+def function_exists(key: str, name) -> Iterator[str]:
   """Checks that the reward function of the user, if any, can be imported."""
   try:
     reward_function.find(name)

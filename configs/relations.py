@@ -1,45 +1,18 @@
 """Rules that concern several keys of a config.
 
-A relation is a tuple of keys, and a function of their values that yields
-errors, one line each. `configs/schema.py` calls the function only if every
-value is valid by the rule of its own key.
+`configs/schema.py` calls the function of a relation, see `refusals`, only if
+every value is valid by the rule of its own key.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from stppo_jax.configs import external
+from stppo_jax.configs import refusals
+from stppo_jax.configs import saving
 from stppo_jax.models.hf import families
 from stppo_jax.retrieval import dialects
 from stppo_jax.rl import estimator_needs
 from stppo_jax.sampling import engine_rules
-
-Relation = tuple[tuple[str, ...], Callable[..., Iterator[str]]]
-
-
-def _refuse(*keys: str, when: Callable[..., object], because: str) -> Relation:
-  """Returns a relation that refuses some combinations of values.
-
-  Args:
-    *keys: the keys. An error begins with the first key and its value.
-    when: a function that takes the values and returns whether to refuse them.
-    because: the rest of the error, in which {1} is the value of the second key.
-  """
-
-  def relation(*values) -> Iterator[str]:
-    if when(*values):
-      yield f'{keys[0]}={values[0]}: {because.format(*values)}'
-
-  return keys, relation
-
-
-def _is_multiple(key: str, of: str) -> Relation:
-  """Returns the relation that one key must be a multiple of another key."""
-  return _refuse(
-    key,
-    of,
-    when=lambda number, divisor: number % divisor,
-    because=f'must be a multiple of {of}={{1}}',
-  )
 
 
 def _one_axis_takes_the_rest(data, fsdp, expert, tensor) -> Iterator[str]:
@@ -106,13 +79,15 @@ STALENESS_CORRECTIONS = ('tis', 'mis', 'icepop', 'geo_rs')
 # Keys that count the steps or passes in which only the value model learns.
 _OF_VALUES_ALONE = ('loss.value_warmup_steps', 'updates.value_epochs')
 
-RELATIONS: tuple[Relation, ...] = (
-  _is_multiple('rollout.trajectories_per_step', 'updates.minibatch_size'),
-  _is_multiple('rollout.trajectories_per_step', 'rollout.group_size'),
-  _is_multiple('rollout.slots', 'rollout.group_size'),
-  _is_multiple('model.num_heads', 'model.num_kv_heads'),
+RELATIONS: tuple[refusals.Relation, ...] = (
+  refusals.is_multiple(
+    'rollout.trajectories_per_step', 'updates.minibatch_size'
+  ),
+  refusals.is_multiple('rollout.trajectories_per_step', 'rollout.group_size'),
+  refusals.is_multiple('rollout.slots', 'rollout.group_size'),
+  refusals.is_multiple('model.num_heads', 'model.num_kv_heads'),
   *(
-    _refuse(
+    refusals.refuse(
       key,
       'model.value_backbone',
       when=lambda number, backbone: number > 0 and backbone == 'shared',
@@ -121,7 +96,7 @@ RELATIONS: tuple[Relation, ...] = (
     )
     for key in _OF_VALUES_ALONE
   ),
-  _refuse(
+  refusals.refuse(
     'model.reference_memory',
     'model.lora.rank',
     'model.reference_path',
@@ -130,7 +105,7 @@ RELATIONS: tuple[Relation, ...] = (
     "model.reference_path='': reference and policy then share the base weights",
   ),
   *(
-    _refuse(
+    refusals.refuse(
       'model.value_path',
       key,
       when=lambda path, other, allowed=allowed: path and other != allowed,
@@ -157,7 +132,7 @@ RELATIONS: tuple[Relation, ...] = (
     _one_axis_takes_the_rest,
   ),
   *(
-    _refuse(
+    refusals.refuse(
       key,
       other,
       when=lambda apart, value, wrong=wrong: apart and wrong(value),
@@ -181,7 +156,7 @@ RELATIONS: tuple[Relation, ...] = (
     if key != other
   ),
   *(
-    _refuse(
+    refusals.refuse(
       'rollout.turn_swaps',
       key,
       when=lambda swaps, value, allows=allows: (
@@ -192,7 +167,7 @@ RELATIONS: tuple[Relation, ...] = (
     for key, allows, choices, reason in engine_rules.SWAPS_TURNS
   ),
   *(
-    _refuse(
+    refusals.refuse(
       'rollout.replay_order',
       key,
       when=lambda order, value, wrong=wrong: order and wrong(value),
@@ -216,41 +191,41 @@ RELATIONS: tuple[Relation, ...] = (
       ),
     )
   ),
-  _refuse(
+  refusals.refuse(
     'env.max_turn_tokens',
     'env.max_length',
     when=lambda turn, length: turn >= length,
     because='must be smaller than env.max_length={1}',
   ),
-  _refuse(
+  refusals.refuse(
     'updates.row_length',
     'env.max_length',
     when=lambda row, length: 0 < row < length,
     because='must be 0, or at least env.max_length={1}: a row holds a whole '
     'trajectory',
   ),
-  _refuse(
+  refusals.refuse(
     'rollout.resample_rounds',
     'rollout.group_size',
     when=lambda rounds, size: rounds > 0 and size < 2,
     because='must be 0 when rollout.group_size={1}: the rewards of a group of '
     'one cannot differ',
   ),
-  _refuse(
+  refusals.refuse(
     'rollout.pages',
     'rollout.deterministic',
     when=lambda pages, deterministic: pages > 0 and deterministic,
     because='must be 0 when rollout.deterministic=True: which trajectories '
     'wait for pages depends on when observations arrive',
   ),
-  _refuse(
+  refusals.refuse(
     'rollout.pages',
     'rollout.slots',
     when=lambda pages, slots: pages > 0 and not slots,
     because='must be 0 when rollout.slots=0: the number of slots is then such '
     'that full trajectories fit in memory',
   ),
-  _refuse(
+  refusals.refuse(
     'rollout.page_size',
     'env.max_length',
     when=lambda size, length: size > length,
@@ -268,7 +243,7 @@ RELATIONS: tuple[Relation, ...] = (
     _lanes_divide_slots,
   ),
   *(
-    _refuse(
+    refusals.refuse(
       'rollout.span',
       key,
       when=lambda span, value, forbids=forbids: (
@@ -279,14 +254,15 @@ RELATIONS: tuple[Relation, ...] = (
     for key, (forbids, reason) in engine_rules.DECODES_ALONE.items()
   ),
   (('env.gymnasium.make', 'env.name'), external.gymnasium_is_made),
-  _refuse(
+  (('resume.allow_change', 'updates.value_replay'), saving.keeps_shapes),
+  refusals.refuse(
     'env.rewards.information_gain',
     'env.name',
     when=lambda weight, name: weight and name != 'search',
     because='must be 0 when env.name={1}: only env.name=search has dialogues '
     'that end in <answer>',
   ),
-  _refuse(
+  refusals.refuse(
     'updates.routing_replay',
     'model.path',
     'model.num_experts',
@@ -295,14 +271,14 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     because="must be 'nowhere' when model.num_experts=0",
   ),
-  _refuse(
+  refusals.refuse(
     'updates.routing_replay',
     'rollout.engine',
     when=lambda replay, engine: replay == 'sampler' and engine != 'local',
     because="must be 'nowhere' or 'trainer' when rollout.engine={1}, which "
     'does not report its experts',
   ),
-  _refuse(
+  refusals.refuse(
     'rollout.engine',
     'rollout.remote.url',
     'rollout.remote.model',
@@ -323,14 +299,14 @@ RELATIONS: tuple[Relation, ...] = (
     ('data.name', 'data.root', 'data.corpus', 'retrieval.url', 'env.name'),
     external.passages_are_named,
   ),
-  _refuse(
+  refusals.refuse(
     'retrieval.dialect',
     'retrieval.url',
     when=lambda dialect, url: not url and dialect != dialects.SERVED,
     because=f'must be {dialects.SERVED} when retrieval.url is empty, because '
     'the run then starts its own server',
   ),
-  _refuse(
+  refusals.refuse(
     'rollout.group_size',
     'algorithm.advantage.name',
     when=lambda size, name: size == 1 and name in estimator_needs.GROUPS,
@@ -338,7 +314,7 @@ RELATIONS: tuple[Relation, ...] = (
     'compares trajectories',
   ),
   *(
-    _refuse(
+    refusals.refuse(
       key,
       'algorithm.advantage.name',
       when=lambda value, name: value and name not in estimator_needs.VALUES,
@@ -351,13 +327,35 @@ RELATIONS: tuple[Relation, ...] = (
       ('model.value_path', "''"),
     )
   ),
-  _refuse(
-    'loss.value_warmup_patience',
-    'loss.value_warmup_steps',
-    when=lambda patience, steps: patience and not steps,
-    because='must be 0 when loss.value_warmup_steps=0: there is no warm-up',
+  *(
+    refusals.refuse(
+      key,
+      other,
+      when=lambda value, needed, unset=unset: value != unset and not needed,
+      because=f'must be {unset} when {other}={{1}}: {reason}',
+    )
+    for key, other, unset, reason in (
+      (
+        'loss.value_warmup_patience',
+        'loss.value_warmup_steps',
+        0,
+        'there is no warm-up',
+      ),
+      (
+        'loss.value_bins',
+        'loss.value_range',
+        2,
+        'the bins are numbers from one end of the range to the other',
+      ),
+      (
+        'updates.value_replay',
+        'updates.value_epochs',
+        0,
+        'only the passes of value_epochs repeat collections',
+      ),
+    )
   ),
-  _refuse(
+  refusals.refuse(
     'model.value_backbone',
     'algorithm.advantage.name',
     when=lambda backbone, name: (
@@ -374,7 +372,7 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     _kl_coefficient_stays_positive,
   ),
-  _refuse(
+  refusals.refuse(
     'updates.old_policy',
     'rollout.steps_ahead',
     'algorithm.correction.names',
@@ -387,7 +385,7 @@ RELATIONS: tuple[Relation, ...] = (
     'would correct for the staleness; or algorithm.correction.names must have '
     f'one of {", ".join(STALENESS_CORRECTIONS)}',
   ),
-  _refuse(
+  refusals.refuse(
     'algorithm.correction.clipping_bias.tau',
     'algorithm.correction.names',
     'algorithm.correction.clipping_bias.norm',

@@ -63,6 +63,7 @@ RANGE = settings.Rule(
   ),
   'a smaller and a larger number, such as (0.0, 1.0), or ()',
 )
+AT_LEAST_2 = settings.Rule(lambda x: x >= 2, '2 or greater')
 EVEN = settings.Rule(lambda x: x > 0 and x % 2 == 0, 'even and greater than 0')
 HOPS = settings.Rule(
   lambda x: len(x) > 0 and all(h in (1, 2, 3) for h in x),

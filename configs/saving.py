@@ -1,5 +1,6 @@
 """The sections about saving and resuming a run."""
 
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -40,3 +41,20 @@ def preemption() -> dict[str, Any]:
     # always waits for the update in progress, and then always saves.
     'grace': 0.0,
   }
+
+
+def keeps_shapes(names, replay) -> Iterator[str]:
+  """Checks that the shape of collections in checkpoints may not change."""
+  keys = (
+    'env.max_length',
+    'rollout.length_bucket',
+    'rollout.trajectories_per_step',
+  )
+  inside = lambda key: any(f'{key}.'.startswith(f'{name}.') for name in names)
+  named = [key for key in keys if inside(key)]
+  if replay and named:
+    yield (
+      f'resume.allow_change={names}: must not name {named[0]} or its section '
+      f'when updates.value_replay={replay}: the key sets the shape of the '
+      'collections in checkpoints'
+    )

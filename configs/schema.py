@@ -130,9 +130,7 @@ KEYS: Mapping[str, Key] = {
   'env.name': _asked(rules.one_of(*environments.ENVIRONMENTS), before='search'),
   'env.overlong_fraction': _asked(rules.POSITIVE_FRACTION, before=0.2),
   'env.prompt_template': _asked(check=external.template_is_readable),
-  'env.reward_function': _asked(
-    check=external.reward_function_exists, before=''
-  ),
+  'env.reward_function': _asked(check=external.function_exists, before=''),
   'env.reward_scope': _asked(rules.one_of(*rewards.SCOPES)),
   'env.rewards.exact_match': _asked(rules.FINITE),
   'env.rewards.f1': _asked(rules.FINITE),
@@ -162,6 +160,7 @@ KEYS: Mapping[str, Key] = {
   'loss.load_balance_coefficient': Key(rules.NOT_NEGATIVE),
   'loss.value_clip': Key(rules.POSITIVE),
   'loss.value_coefficient': Key(rules.POSITIVE),
+  'loss.value_bins': _fixed(rules.AT_LEAST_2, before=2),
   'loss.value_range': Key(rules.RANGE, before=()),
   'loss.value_warmup_patience': Key(rules.NOT_NEGATIVE, before=0),
   'loss.value_warmup_steps': Key(rules.NOT_NEGATIVE),
@@ -281,6 +280,7 @@ KEYS: Mapping[str, Key] = {
   'updates.minibatch_size': Key(rules.POSITIVE),
   'updates.num_epochs': Key(rules.POSITIVE),
   'updates.value_epochs': Key(rules.NOT_NEGATIVE, before=0),
+  'updates.value_replay': _fixed(rules.NOT_NEGATIVE, before=0),
   'updates.old_policy': Key(rules.one_of('sampled', 'current')),
   'updates.remat': Key(rules.one_of('none', 'all_dots', 'dots', 'full')),
   'updates.row_length': Key(rules.NOT_NEGATIVE, before=0),

@@ -381,7 +381,7 @@ def _model_outputs(
     outputs.logprobs_BL,
     reference_outputs.logprobs_BL,
     older_logprobs,
-    current.values_BL,
+    None if current.values is None else current.values.values_BL,
     visits_BX,
     expert_ids,
   )

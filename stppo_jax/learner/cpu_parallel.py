@@ -28,7 +28,7 @@ from stppo_jax.learner import packing as packing_lib
 from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
-from stppo_jax.learner import value_loss
+from stppo_jax.learner import value_training
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 
@@ -124,7 +124,7 @@ class Updater:
     params = self._cast(state.with_frozen(frozen).params)
     inputs, outputs = hyperparameters.loss, None
     statistics = inputs.algorithm.uses_minibatch_statistics
-    if statistics and self._method is not value_loss.METHOD:
+    if statistics and self._method is not value_training.METHOD:
       count = len(packed.rows)
       outputs = self._map(
         lambda share: functools.reduce(

@@ -22,6 +22,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.models import attention
 from stppo_jax.models import functional
+from stppo_jax.models import heads
 from stppo_jax.models import moe
 from stppo_jax.parallel import activations
 from stppo_jax.parallel import rows as rows_lib
@@ -104,7 +105,7 @@ def all_outputs(
   if models.value is None:
     return outputs
   return outputs._replace(
-    values_BL=values(models.value, models.value_weights(params), inputs)
+    values=values(models.value, models.value_weights(params), inputs)
   )
 
 
@@ -114,8 +115,8 @@ def values(
   inputs: Inputs,
   *,
   everywhere: bool = True,
-) -> Array:
-  """Returns the values [B, L] of a value model.
+) -> heads.Values:
+  """Returns the values of a value model.
 
   Args:
     model: the value model, which replays no experts.
@@ -158,14 +159,15 @@ def in_rows(
 
   Args:
     function: maps (tokens_rl, **`functional.Rows`) to a pytree, whose leaves
-      are arrays [r, l] with a number for each token, or `moe.Routing`.
+      are arrays [r, l] with a number for each token, arrays [r, l, Y], or
+      `moe.Routing`.
     inputs: the trajectories. Without a packing they already are the rows.
     mesh: the mesh on which the trajectories are laid out.
 
   Returns:
-    The function's outputs, with arrays [B, L]. If the trajectories were packed,
-    outputs are 0 at padding and at the first token of each trajectory, which no
-    token predicts. The ids of experts are -1 at padding.
+    The function's outputs, with arrays [B, L] or [B, L, Y]. If the trajectories
+    were packed, outputs are 0 at padding and at the first token of each
+    trajectory, which no token predicts. The ids of experts are -1 at padding.
   """
   packing = inputs.packing
   if packing is None:
@@ -233,9 +235,8 @@ def in_rows(
       )
       ids = constrain(ids.reshape(B, L, *ids.shape[2:]))
       return moe.Routing(ids, *sums)
-    return constrain(
-      rows_lib.take_with_inverse(flat(x), later_sm, back_sp).reshape(B, L)
-    )
+    moved = rows_lib.take_with_inverse(flat(x), later_sm, back_sp)
+    return constrain(moved.reshape(B, L, *x.shape[2:]))
 
   return jax.tree.map(
     to_trajectories, outputs, is_leaf=lambda x: isinstance(x, moe.Routing)

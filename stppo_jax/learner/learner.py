@@ -19,7 +19,7 @@ from stppo_jax.learner import programs as programs_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
 from stppo_jax.learner import token_details as token_details_lib
-from stppo_jax.learner import value_loss
+from stppo_jax.learner import value_training
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
@@ -111,12 +111,12 @@ class Learner:
     )
     size = updates.minibatch_size
     self.annotate_sizes = packing_lib.for_annotate(self.sizes, size)
-    self.warmup = value_loss.Warmup(
+    self.warmup = value_training.Warmup(
       config.loss.value_warmup_steps, config.loss.value_warmup_patience
     )
     self.num_microbatches = 0
-    # A weak reference to a batch, and `programs.sizes` of it; see `_packed`.
-    self._sized: tuple[Any, Any] = lambda: None, None
+    # Weak references to batches, and `programs.sizes` of them; see `_packed`.
+    self._sized: list[tuple[Any, Any]] = []
     self.programs = programs_lib.build(
       spec,
       state_lib.Optimizers(*optimizers),
@@ -235,10 +235,11 @@ class Learner:
     Args:
       state: the state before the step. Its arrays are donated, except the
         frozen arrays.
-      batch: the annotated batch.
+      batch: the annotated batch; with `values_alone` also one of
+        `value_training.Replay.collections`.
       rows: the rows of the minibatch, from `minibatches`.
       step: the training step; the policy does not learn in the value warm-up.
-      values_alone: whether only the value model learns, see `value_loss`.
+      values_alone: whether only the value model learns, see `value_training`.
     """
     packed, numbers = self._packed(batch, rows), self.hyperparameters(step)
     if values_alone:
@@ -257,12 +258,13 @@ class Learner:
     A device program gives all hosts the lengths of all rows. The lengths are
     kept for the batch: a second run would wait for the updates in progress.
     """
-    # The reference to the batch is weak, so that the arrays of a step are freed
-    # before the arrays of the next step are made.
-    of, found = self._sized
-    if of() is not batch:
+    # The references to the batches are weak, so that the arrays of a step are
+    # freed before the arrays of the next step are made.
+    self._sized = [(of, found) for of, found in self._sized if of() is not None]
+    found = next((sizes for of, sizes in self._sized if of() is batch), None)
+    if found is None:
       found = jax.device_get(self.programs.updating.sizes(batch))
-      self._sized = weakref.ref(batch), found
+      self._sized.append((weakref.ref(batch), found))
     lengths, losses = found
     return packing_lib.plan(rows, lengths, losses, sizes or self.sizes)
 
@@ -365,11 +367,6 @@ class Learner:
     if not params.frozen:
       return self.models.merged(params)
     return self.programs.merge(params)
-
-  def abstract_state(self, state: state_lib.TrainState) -> state_lib.TrainState:
-    """Returns `state` with the tree structure of the run's checkpoints."""
-    published = (state.policy.params,) * self.config.rollout.steps_ahead
-    return dataclasses.replace(state, published=published, frozen={})
 
   def abstract_policy_params(self) -> Any:
     """Returns shapes and shardings of the policy's trained weights."""

@@ -148,6 +148,9 @@ def build(
     ValueError: the adapter options do not fit each other or the model, or the
       value model has another vocabulary.
   """
+  # Two bins need one output, whose sigmoid is that of the upper bin.
+  bins = config.loss.value_bins
+  outputs = 1 if bins == 2 else bins
   options = config.model.lora.to_dict()
   del options['path']
   adapters = lora.Lora(**options) if options['rank'] else None
@@ -155,7 +158,11 @@ def build(
   def model(head: str) -> functional.Model:
     chunk = config.updates.head_chunk
     bounds = tuple(config.loss.value_range) or None
-    return functional.Model(shape, head, mesh, adapters, chunk, bounds)
+    has_values = head != 'vocabulary'
+    its_shape = dataclasses.replace(
+      shape, value_outputs=outputs if has_values else 1
+    )
+    return functional.Model(its_shape, head, mesh, adapters, chunk, bounds)
 
   # One model has both heads, and its forward pass returns the values, too.
   if uses_values and config.model.value_backbone == 'shared':
@@ -167,23 +174,28 @@ def build(
     return Models(policy, None, gathers_base)
   value = model('scalar')
   if path:
-    its_shape = _value_shape(path, shape, longest=config.env.max_length)
+    its_shape = _value_shape(path, value.config, config.env.max_length)
     value = dataclasses.replace(value, config=its_shape)
   return Models(policy, value, gathers_base, path)
 
 
 def _value_shape(
-  path: str, policy: model_config.ModelConfig, *, longest: int
+  path: str, default: model_config.ModelConfig, longest: int
 ) -> model_config.ModelConfig:
   """Returns the config of the layers of a value model in a directory.
 
-  The options that say how layers compute are taken from the policy's config.
+  Args:
+    path: the directory.
+    default: the config of a value model with the policy's layers. It says how
+      layers compute, and how many outputs the head has.
+    longest: the largest number of tokens of a trajectory.
   """
   shape = load.read_config(path, longest=longest)
-  shape = model_config.computed_as(shape, policy)
-  if shape.vocab_size != policy.vocab_size:
+  shape = model_config.computed_as(shape, default)
+  shape = dataclasses.replace(shape, value_outputs=default.value_outputs)
+  if shape.vocab_size != default.vocab_size:
     raise ValueError(
       f'model.value_path={path}: its vocab_size={shape.vocab_size} must equal '
-      f"the policy's vocab_size={policy.vocab_size}"
+      f"the policy's vocab_size={default.vocab_size}"
     )
   return shape

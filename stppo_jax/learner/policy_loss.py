@@ -20,6 +20,7 @@ from stppo_jax.learner import minibatches as minibatches_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import step as step_lib
 from stppo_jax.models import functional
+from stppo_jax.models import heads
 from stppo_jax.models import moe
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
@@ -27,6 +28,7 @@ from stppo_jax.rl import clipping_bias
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import losses
 from stppo_jax.rl import masking
+from stppo_jax.rl import values as values_lib
 
 Array = jax.Array
 Tree = Any
@@ -142,14 +144,13 @@ def loss_terms(
   other = policy.other
   metrics = {'actor/pg_loss': policy.policy, 'actor/kl_loss': policy.kl}
 
-  values_BL, value_coefficient = outputs.values_BL, coefficients.value
+  found, value_coefficient = outputs.values, coefficients.value
   if spec.models.value is not None:
-    values_BL = values(params, microbatch, inputs=context.inputs, spec=spec)
-    # A separate value model has its own learning rate instead of a coefficient.
-    value_coefficient = 1.0
-  if values_BL is not None:
+    found = values(params, microbatch, inputs=context.inputs, spec=spec)
+    value_coefficient = 1.0  # this model has a learning rate of its own
+  if found is not None:
     value, of_values = value_term(
-      values_BL,
+      found,
       microbatch,
       context,
       spec=spec,
@@ -170,7 +171,7 @@ def loss_terms(
   return terms, step_lib.LossOutputs(metrics, diagnostics)
 
 
-def values(params, microbatch, *, inputs: Inputs, spec) -> Array:
+def values(params, microbatch, *, inputs: Inputs, spec) -> heads.Values:
   """Returns the values of a value model with layers of its own."""
   return forward.values(
     spec.models.value,
@@ -181,20 +182,22 @@ def values(params, microbatch, *, inputs: Inputs, spec) -> Array:
 
 
 def value_term(
-  values_BL, microbatch, context: Context, *, spec, weights_BL=None
+  found, microbatch, context: Context, *, spec, weights_BL=None
 ) -> tuple[Array, dict[str, Array]]:
   """Returns the share of a microbatch in the value loss, and scalar metrics."""
-  value = losses.value_loss(
-    values_BL,
+  value = values_lib.value_loss(
+    found.values_BL,
     microbatch.values_BL,
     microbatch.returns_BL,
     microbatch.value_mask_BL,
     clip=context.inputs.coefficients.value_clip,
     weights_BL=weights_BL,
     bounds=spec.models.value_range,
+    logprobs_BLY=found.logprobs_BLY,
   )
-  loss = value.total / context.value_count
-  clipped = value.clipped / context.value_count
+  loss, clipped = (
+    x / context.value_count for x in (value.total, value.clipped)
+  )
   return loss, {'critic/vf_loss': loss, 'critic/vf_clipfrac': clipped}
 
 
@@ -220,9 +223,8 @@ def context_of(
   """
   # A single microbatch is the whole minibatch. `losses.policy_loss` then gets
   # statistics=None, and forms the statistics from the loss's forward pass.
-  outputs = None
+  outputs, packing = None, microbatches.packing
   statistics = inputs.algorithm.uses_minibatch_statistics
-  packing = microbatches.packing
   if statistics and packing is not None and len(packing.rows) > 1:
     outputs = minibatches_lib.join(
       outputs_of(params, microbatches, spec=spec),
@@ -341,8 +343,7 @@ def _with_bias_norm(outputs: step_lib.LossOutputs, norm: Array):
 
 
 METHOD = step_lib.Method(context_of, policy_loss, finish=finish)
-# For algorithms that divide the gradient of the policy term by the norm of the
-# gradient of the bias term.
+# For algorithms that divide by the norm of the bias term's gradient.
 BIAS_NORM_METHOD = step_lib.Method(
   context_of, loss_terms, differentiate_terms, divide_by_bias_norm
 )

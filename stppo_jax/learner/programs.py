@@ -19,7 +19,7 @@ from stppo_jax.learner import policy_loss
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step as step_lib
 from stppo_jax.learner import token_details as token_details_lib
-from stppo_jax.learner import value_loss
+from stppo_jax.learner import value_training
 from stppo_jax.parallel import compilation
 from stppo_jax.parallel import rows as rows_lib
 from stppo_jax.parallel import sharding
@@ -220,7 +220,7 @@ def build(
   return Programs(
     updating=common,
     update_minibatch=minibatch_program(method),
-    update_values=minibatch_program(value_loss.METHOD),
+    update_values=minibatch_program(value_training.METHOD),
     annotate=jit(
       of_models(
         annotate_lib.annotate,

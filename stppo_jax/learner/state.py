@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from stppo_jax import batch as batch_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.models import functional
@@ -47,6 +48,8 @@ class TrainState:
       policy has the value head.
     published: the trained weights of the earlier policies that collect
       prefetched steps, see `rollout/prefetch.py`; () outside checkpoints.
+    replayed: the collections that the value model repeats, see
+      `value_training`; () outside checkpoints.
     frozen: see `Params`. It is never donated. It is in no checkpoint, because
       every start reads it again.
   """
@@ -54,6 +57,7 @@ class TrainState:
   policy: ModelState
   value: ModelState | None
   published: tuple[functional.Params, ...] = ()
+  replayed: tuple[batch_lib.TokenBatch, ...] = ()
   frozen: functional.Params = dataclasses.field(default_factory=dict)
 
   @property
@@ -116,8 +120,8 @@ def init(
       params = model.join_params(weights, {})
     if model.head != 'vocabulary':
       # A value head that is not trained yet should return 0.
-      head_D1 = jnp.zeros((model.config.hidden_size, 1))
-      params = params | {'scalar_head': head_D1}
+      shape = model.config.hidden_size, model.config.value_outputs
+      params = params | {'scalar_head': jnp.zeros(shape)}
     return ModelState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
   value = None

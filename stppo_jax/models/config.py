@@ -157,6 +157,8 @@ class ModelConfig:
     moe: how experts are computed; a key of `moe.IMPLEMENTATIONS`.
     cache: the dtype of cached keys and values: 'model' (the dtype of the
       activations) or 'int8'.
+    value_outputs: the number of outputs of a value head, see
+      `heads.token_values`.
   """
 
   vocab_size: int
@@ -197,6 +199,7 @@ class ModelConfig:
   attention: str = 'xla'
   moe: str = 'dense'
   cache: str = 'model'
+  value_outputs: int = 1
 
   @property
   def layer_windows(self) -> tuple[int, ...]:

@@ -56,14 +56,13 @@ class TokenOutputs(NamedTuple):
   Attributes:
     logprobs_BL, entropy_BL: float32, at the given loss positions; see
       `heads.token_logprobs_and_entropy`.
-    values_BL: float32, the value of the state before each token; None without a
-      value head.
+    values: the values of the tokens; None without a value head.
     routing: the experts that the tokens visited; None without experts.
   """
 
   logprobs_BL: Array
   entropy_BL: Array
-  values_BL: Array | None
+  values: heads.Values | None
   routing: moe.Routing | None
 
 
@@ -242,16 +241,16 @@ class Model:
       mesh=self.mesh,
       narrowed=narrowed,
     )
-    values_BL = None
+    values = None
     if self.head == 'both':
-      values_BL = heads.token_values(
+      values = heads.token_values(
         hidden_BLD,
         params['scalar_head'],
         tokens_BL,
         loss_positions_BM=rows['loss_positions_BM'],
         bounds=self.value_range,
       )
-    return TokenOutputs(logprobs_BL, entropy_BL, values_BL, routing)
+    return TokenOutputs(logprobs_BL, entropy_BL, values, routing)
 
   def logprobs_and_entropy(
     self,
@@ -295,11 +294,10 @@ class Model:
 
   def values(
     self, params: Params, tokens_BL: Array, **rows: Unpack[Rows]
-  ) -> Array:
-    """Returns values_BL of a value model; see `heads.token_values`.
+  ) -> heads.Values:
+    """Returns the values of a value model; see `heads.token_values`.
 
-    The arguments have the same meaning as in `token_outputs`. Values outside
-    the loss positions are 0.
+    The arguments have the same meaning as in `token_outputs`.
     """
     return heads.token_values(
       self.hidden(params, tokens_BL, **rows),

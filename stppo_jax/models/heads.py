@@ -1,12 +1,14 @@
 """Computes log-probabilities, entropies and values of tokens from states.
 
 Shape letters: B rows, L tokens of a row, M loss positions of a row, D width, V
-vocabulary entries. The hidden state at position l - 1 predicts token l, and the
-results for token l stand at index l. Only this module shifts by one position.
-All arrays from the logits on are float32.
+vocabulary entries, Y outputs of a value head.
+
+The hidden state at position l - 1 predicts token l, and the results for token l
+stand at index l. Only this module shifts by one position. All arrays from the
+logits on are float32.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,19 @@ from stppo_jax.models import vocabulary
 
 Array = jax.Array
 logits = chunks.logits
+
+
+class Values(NamedTuple):
+  """The values of tokens.
+
+  Attributes:
+    values_BL: float32, the value of the state before each token.
+    logprobs_BLY: float32, the logarithm of the probability of each bin; None if
+      the value head has a single output.
+  """
+
+  values_BL: Array
+  logprobs_BLY: Array | None
 
 
 def token_logprobs_and_entropy(
@@ -114,37 +129,53 @@ def token_divergence(
 
 def token_values(
   hidden_BLD: Array,
-  scalar_D1: Array,
+  head_DY: Array,
   tokens_BL: Array,
   *,
   loss_positions_BM: Array | None = None,
   bounds: tuple[float, float] | None = None,
-) -> Array:
-  """Returns float32 values_BL: the value of the state before each token.
+) -> Values:
+  """Returns the value of the state before each token.
 
-  Values are 0 outside the loss positions and at the first token.
+  With Y = 1 the value is the output of the head or, with bounds, a sigmoid of
+  the output, scaled to the bounds. With more outputs, the value is the mean of
+  a distribution over Y bins, softmax(outputs). The first bin stands for the
+  smallest value, the last one for the largest, and the others for values at
+  equal distances between them.
+
+  All results are 0 outside the loss positions and at the first token.
 
   Args:
     hidden_BLD: final hidden states. If loss positions are given, this is
       [B, M, D] and holds only the states that predict the tokens at the loss
       positions, see `state_positions`.
-    scalar_D1: the value head.
+    head_DY: the value head.
     tokens_BL: token ids.
     loss_positions_BM: positions of the tokens whose values the caller wants,
       see `token_logprobs_and_entropy`; None: all tokens except the first.
-    bounds: the smallest and the largest possible value; None: no limits.
+    bounds: the smallest and the largest possible value; None: no limits, which
+      needs Y = 1.
   """
   if loss_positions_BM is None:
     hidden_BLD = hidden_BLD[:, :-1]
-  values_BM1 = jnp.matmul(
+  outputs_BMY = jnp.matmul(
     hidden_BLD,
-    scalar_D1.astype(hidden_BLD.dtype),
+    head_DY.astype(hidden_BLD.dtype),
     preferred_element_type=jnp.float32,
   )
-  if bounds is not None:
-    low, high = bounds
-    values_BM1 = low + (high - low) * jax.nn.sigmoid(values_BM1)
-  return _scatter(values_BM1[..., 0], tokens_BL, loss_positions_BM)
+  scatter = lambda x_BM: _scatter(x_BM, tokens_BL, loss_positions_BM)
+  Y = outputs_BMY.shape[-1]
+  if Y == 1:
+    values_BM = outputs_BMY[..., 0]
+    if bounds is not None:
+      low, high = bounds
+      values_BM = low + (high - low) * jax.nn.sigmoid(values_BM)
+    return Values(scatter(values_BM), None)
+  assert bounds is not None
+  logprobs_BMY = jax.nn.log_softmax(outputs_BMY)
+  bins_11Y = jnp.linspace(*bounds, Y)[None, None]
+  values_BM = jnp.sum(jnp.exp(logprobs_BMY) * bins_11Y, axis=-1)
+  return Values(scatter(values_BM), scatter(logprobs_BMY))
 
 
 def state_positions(loss_positions_BM: Array, length: int) -> Array:
@@ -185,12 +216,17 @@ def _gather_tokens(tokens_BL: Array, loss_positions_BM: Array | None) -> Array:
 def _scatter(
   x_BM: Array, tokens_BL: Array, loss_positions_BM: Array | None
 ) -> Array:
-  """Returns x at the loss positions and 0 at all other positions, as [B, L]."""
+  """Returns x at the loss positions and 0 at all other positions.
+
+  Args:
+    x_BM: [B, M] or [B, M, Y]; the result is [B, L] or [B, L, Y].
+    tokens_BL, loss_positions_BM: see `token_logprobs_and_entropy`.
+  """
   if loss_positions_BM is None:
-    return jnp.pad(x_BM, ((0, 0), (1, 0)))
+    return jnp.pad(x_BM, ((0, 0), (1, 0), (0, 0))[: x_BM.ndim])
   length = tokens_BL.shape[1]
   put = lambda x_M, places_M: (
-    jnp.zeros(length, x_M.dtype)
+    jnp.zeros((length, *x_M.shape[1:]), x_M.dtype)
     .at[places_M]
     .set(x_M, mode='drop', unique_indices=True)
   )

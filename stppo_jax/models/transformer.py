@@ -158,9 +158,8 @@ class Transformer(nnx.Module):
   Args:
     config: the model's config.
     head: 'vocabulary' (a policy, whose output matrix may be the embedding),
-      'scalar' (a value model, whose number per token is 0 at first) or 'both'.
-    mesh: mesh that activations are laid out on; None leaves the layout to the
-      compiler.
+      'scalar' (a value model, whose outputs are 0 at first) or 'both'.
+    mesh: mesh that activations are laid out on; None: the compiler chooses.
     rngs: source of the initial weights.
   """
 
@@ -191,7 +190,8 @@ class Transformer(nnx.Module):
       config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset
     )
     if head != 'vocabulary':
-      self.scalar_head = nnx.Param(jnp.zeros((config.hidden_size, 1)))
+      zeros_DY = jnp.zeros((config.hidden_size, config.value_outputs))
+      self.scalar_head = nnx.Param(zeros_DY)
     if head != 'scalar' and not config.tie_embeddings:
       self.lm_head = nnx.Param(layers.INITIALIZER(rngs.params(), shape))
 

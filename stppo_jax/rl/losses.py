@@ -1,4 +1,4 @@
-"""The policy loss, built from an algorithm, and the value loss.
+"""The policy loss, built from an algorithm.
 
 B trajectories, L tokens. The policy loss of a microbatch, where count is the
 aggregate's divisor for the whole minibatch:
@@ -325,76 +325,3 @@ def policy_loss(
     low=low,
     high=high,
   )
-
-
-class ValueLoss(typing.NamedTuple):
-  """Sums of the value loss; the loss is total / the minibatch's count.
-
-  Attributes:
-    total: the sum of the terms.
-    count: the number of tokens at which the value model is trained.
-    clipped: the number of these tokens at which clipping V enlarges the term.
-  """
-
-  total: Array
-  count: Array
-  clipped: Array
-
-
-def value_loss(
-  values_BL: Array,
-  old_values_BL: Array,
-  returns_BL: Array,
-  value_mask_BL: Array,
-  *,
-  clip: Array | float,
-  weights_BL: Array | None = None,
-  bounds: tuple[float, float] | None = None,
-) -> ValueLoss:
-  """Returns the clipped value loss of PPO, summed over tokens.
-
-    max(d(v, R), d(clip(v, v_old - c, v_old + c), R))
-
-  The distance d is 0.5 (v - R)^2. With bounds (low, high), R and v are mapped
-  to probabilities (x - low) / (high - low), and d is their cross-entropy.
-
-  Args:
-    values_BL: V of the value model in training, differentiable.
-    old_values_BL: V before the first update.
-    returns_BL: the targets R.
-    value_mask_BL: bool, the tokens at which the value model is trained.
-    clip: c, the greatest trusted distance from the old value.
-    weights_BL: multiplier of the terms, `PolicyLoss.value_weights_BL`. The
-      count does not depend on it. With None all weights are 1.
-    bounds: (low, high), the range of the values and the targets, or None.
-  """
-  chex.assert_equal_shape([values_BL, old_values_BL, returns_BL, value_mask_BL])
-  values_BL = masking.select(values_BL, value_mask_BL)
-  # Old values and targets are data, so they get no gradient.
-  old_BL = sg(masking.select(old_values_BL, value_mask_BL))
-  returns_BL = sg(masking.select(returns_BL, value_mask_BL))
-  near_BL = jnp.clip(values_BL, old_BL - clip, old_BL + clip)
-  plain_BL = _value_distance(values_BL, returns_BL, bounds)
-  clipped_BL = _value_distance(near_BL, returns_BL, bounds)
-  # max() is not used: at a tie it would give each side half the gradient.
-  larger_BL = clipped_BL > plain_BL
-  term_BL = jnp.where(larger_BL, clipped_BL, plain_BL)
-  if weights_BL is not None:
-    term_BL = sg(weights_BL) * term_BL
-  total, count = masking.masked_total(term_BL, value_mask_BL)
-  clipped, _ = masking.masked_total(
-    larger_BL.astype(values_BL.dtype), value_mask_BL
-  )
-  return ValueLoss(total, count, clipped)
-
-
-def _value_distance(values_BL, returns_BL, bounds) -> Array:
-  """Returns the distance d of values from their targets, see `value_loss`."""
-  if bounds is None:
-    return 0.5 * jnp.square(values_BL - returns_BL)
-  low, high = bounds
-  share = lambda x_BL: jnp.clip((x_BL - low) / (high - low), 0, 1)
-  # The probability is kept away from 0 and 1, where the logarithm is infinite,
-  # by scaling it. Clipping it would leave no gradient.
-  p_BL, q_BL = 1e-6 + (1 - 2e-6) * share(values_BL), share(returns_BL)
-  return -q_BL * jnp.log(p_BL) - (1 - q_BL) * jnp.log1p(-p_BL)

@@ -29,6 +29,7 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.parallel import memory as memory_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.tools import retriever_check
+from stppo_jax.training import checkpoint_state
 from stppo_jax.training import components
 from stppo_jax.workdir import atomic_files
 from stppo_jax.workdir import lock
@@ -288,7 +289,7 @@ def setup(config) -> Generator[Finding, None, components.Components | None]:
 
 def state_size(learner: learner_lib.Learner) -> int:
   """Returns the bytes of the training state, computed from its shapes."""
-  state = learner.abstract_state(learner.abstract_start()[0])
+  state = checkpoint_state.abstract_state(learner, learner.abstract_start()[0])
   return sum(
     math.prod(leaf.shape) * leaf.dtype.itemsize
     for leaf in jax.tree.leaves(state)

@@ -16,6 +16,7 @@ from stppo_jax import exits
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import value_training
 from stppo_jax.learner import weights
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
@@ -41,17 +42,23 @@ class TrainCheckpoints:
   """Converts between a training state and its checkpoint.
 
   The checkpoint also has the KL coefficient, the warm-up of the value model,
-  and the policies that the next steps are collected with.
+  the policies that the next steps are collected with, and the collections that
+  the value model repeats.
 
   Args:
     learner: the learner, which has the KL coefficient and the warm-up.
     collector: the collector, which has the policies for the next steps.
+    replay: the collections that the value model repeats.
   """
 
   def __init__(
-    self, learner: learner_lib.Learner, collector: prefetch.Policies
+    self,
+    learner: learner_lib.Learner,
+    collector: prefetch.Policies,
+    replay: value_training.Replay,
   ):
     self._learner, self._collector = learner, collector
+    self._replay = replay
 
   def content(
     self, step: int, state: state_lib.TrainState
@@ -60,7 +67,8 @@ class TrainCheckpoints:
 
     Returns:
       The arrays, and a JSON record. The arrays are the state without the frozen
-      weights, and the older policies that collect the next steps.
+      weights, the older policies that collect the next steps, and the
+      collections that the value model repeats.
     """
     # With `rollout.steps_ahead`, the next steps are collected with policies
     # that are older than the policy in `state`. A resumed run must collect
@@ -74,14 +82,20 @@ class TrainCheckpoints:
       'value_warmup': self._learner.warmup.record,
     }
     record |= _base_record(state.frozen)
-    return dataclasses.replace(state, published=published, frozen={}), record
+    arrays = dataclasses.replace(
+      state,
+      published=published,
+      replayed=self._replay.collections,
+      frozen={},
+    )
+    return arrays, record
 
   def restore(
     self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
   ) -> Restored | None:
     """Restores the newest valid checkpoint; returns None if there is none.
 
-    The learner and the collector also get their saved values back.
+    Learner, collector and replay also get their saved values back.
     """
     restored = newest(checkpointer, self._learner, start)
     if restored is None:
@@ -94,13 +108,14 @@ class TrainCheckpoints:
         for trained in state.published
       ],
     )
+    self._replay.collections = state.replayed
     self._learner.kl_coefficient = host['kl_coefficient']
     # Checkpoints of version 0.2 have no `value_warmup`; the warm-up of these
     # runs never ends early.
     self._learner.warmup = dataclasses.replace(
       self._learner.warmup, **host.get('value_warmup', {})
     )
-    return step, dataclasses.replace(state, published=()), host
+    return step, dataclasses.replace(state, published=(), replayed=()), host
 
 
 class PolicyCheckpoints:
@@ -132,6 +147,19 @@ class PolicyCheckpoints:
 Checkpoints = TrainCheckpoints | PolicyCheckpoints
 
 
+def abstract_state(
+  learner: learner_lib.Learner, state: state_lib.TrainState
+) -> state_lib.TrainState:
+  """Returns `state` with the tree structure of a run's checkpoints."""
+  config = learner.config
+  return dataclasses.replace(
+    state,
+    published=(state.policy.params,) * config.rollout.steps_ahead,
+    replayed=value_training.abstract_collections(config, learner.mesh),
+    frozen={},
+  )
+
+
 def newest(
   checkpointer: checkpoint.Checkpointer,
   learner: learner_lib.Learner,
@@ -152,12 +180,47 @@ def newest(
     OtherBase: the checkpoint was trained with other frozen weights.
     Exceptions of `Checkpointer.restore_latest`.
   """
-  restored = checkpointer.restore_latest(learner.abstract_state(start))
+  restored = checkpointer.restore_latest(abstract_state(learner, start))
   if restored is None:
     return None
   done, state, host = restored
   _check_base(done, host, start.frozen)
   return done, state.with_frozen(start.frozen), host
+
+
+def newest_models(
+  checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
+) -> Restored | None:
+  """Reads only the models and their optimisers from the newest valid step.
+
+  So the config may differ from that of the run in what else is saved, such as
+  the size of the collections that the value model repeats.
+
+  Args:
+    checkpointer: the checkpoints of a run, read-only.
+    start: see `newest`.
+
+  For the result and the errors see `newest`.
+  """
+  models = {'policy': start.policy}
+  if start.value is not None:
+    models['value'] = start.value
+  damaged = None
+  for step in reversed(checkpointer.steps()):
+    host, found = {}, {}
+    try:
+      for name, model in models.items():
+        restored = checkpointer.restore_latest(model, subtree=name, step=step)
+        assert restored is not None  # the step exists
+        _, found[name], host = restored
+    except checkpoint.CorruptCheckpoints as error:
+      damaged = damaged or error
+    else:
+      _check_base(step, host, start.frozen)
+      return step, dataclasses.replace(start, **found), host
+  if damaged:
+    raise damaged
+  return None
 
 
 def policy_params(

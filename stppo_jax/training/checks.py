@@ -15,6 +15,7 @@ from stppo_jax.data import questions as questions_lib
 from stppo_jax.envs import environments
 from stppo_jax.envs import protocol
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import value_training
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.parallel import memory as memory_lib
 from stppo_jax.parallel import publish as publish_lib
@@ -301,6 +302,9 @@ def held_memory(
   if ahead:  # the policies of the last `ahead` steps, and the newest policy
     policies = (ahead + 1) * sizes['policy parameters']
     sizes['policies of the next steps'] = policies
+  if config.updates.value_replay:
+    kept = value_training.abstract_collections(config, learner.mesh)
+    sizes['collections of earlier steps'] = size_of(kept)
   # If other hosts only collect, a device that learns also holds a copy of the
   # weights, which these hosts fetch. At the first fetch, the copy moves to the
   # memory of the device's host.

@@ -12,6 +12,7 @@ import pathlib
 import jax
 
 from stppo_jax.learner import step as step_lib
+from stppo_jax.learner import value_training
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.training import alarms
 from stppo_jax.training import build as build_lib
@@ -73,11 +74,12 @@ def train(
       return folder.exit_code
     loaded = starts.load(start, config, parts, folder)
     learner, prefetcher = parts.learner, collecting.prefetcher
+    replay = value_training.Replay(config, learner.mesh)
     with run_lib.Run.open(
       loaded.config,
       folder,
       loaded.state,
-      checkpoint_state.TrainCheckpoints(learner, prefetcher),
+      checkpoint_state.TrainCheckpoints(learner, prefetcher, replay),
       parts.tokenizer,
       num_steps=config.num_steps,
       origin=(loaded.number, loaded.name),
@@ -137,11 +139,13 @@ def train(
           further = learner.minibatches(
             len(batch.lengths_B), step, values_alone=True
           )
-          for rows in further:
-            state, update = learner.update(
-              state, batch, rows, step, values_alone=True
-            )
-            of_values.append(update)
+          for collection in (*replay.before(step), batch):
+            for rows in further:
+              state, update = learner.update(
+                state, collection, rows, step, values_alone=True
+              )
+              of_values.append(update)
+          replay.add(batch)
           # Wait for the devices, so that their time counts as this phase.
           jax.block_until_ready((updates, of_values))
         with run.phase('token_details'):

@@ -13,6 +13,7 @@ from stppo_jax.learner import annotate as annotate_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
+from stppo_jax.models import heads
 from tests import compilations
 from tests.learner import updates
 from tests.models import tiny
@@ -63,7 +64,7 @@ class _ParamsModel:
 
   def values(self, params, tokens_BL, **arrays):
     del tokens_BL, arrays
-    return params
+    return heads.Values(params, None)
 
 
 @dataclasses.dataclass

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from benchmarks import learners
+from stppo_jax.training import checkpoint_state
 from tests import compilations
 from tests.training import runs
 
@@ -74,7 +75,7 @@ def test_a_copied_policy_outlives_the_updates(learner, packed):
 def test_a_checkpoint_contains_the_published_policies():
   config = runs.config(rollout__steps_ahead=2)
   learner = runs.learner(config)
-  abstract = learner.abstract_state(learner.start())
+  abstract = checkpoint_state.abstract_state(learner, learner.start())
   kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.sharding), tree)
   assert kinds(abstract.published) == (kinds(abstract.policy.params),) * 2
 

@@ -1,5 +1,6 @@
 """Trajectories that share rows give the numbers of rows of their own."""
 
+import dataclasses
 import functools
 
 import jax
@@ -155,9 +156,15 @@ def _random_packings(models, count):
   return [_random_packing(lengths_B, seed) for seed in range(count)]
 
 
-def test_random_packings_change_nothing():
+@pytest.mark.parametrize(('outputs', 'count'), [(1, 10), (3, 1)])
+def test_random_packings_change_nothing(outputs, count):
   models = updates.sums()
-  _check('st_ppo', models, _random_packings(models, 20), 1e-5)
+  if outputs > 1:
+    value = models.value
+    shape = dataclasses.replace(value.config, value_outputs=outputs)
+    value = dataclasses.replace(value, config=shape, value_range=(-1.0, 1.0))
+    models = models._replace(value=value)
+  _check('st_ppo', models, _random_packings(models, count), 1e-5)
 
 
 @pytest.mark.slow

@@ -148,10 +148,11 @@ def params(model, seed):
   rng = np.random.default_rng(seed)
   draw = lambda *shape: (0.3 * rng.normal(size=shape)).astype(np.float32)
   head = ('lm_head', 'scalar_head')[model.head == 'scalar']
-  columns = 1 if head == 'scalar_head' else model.config.vocab_size
-  matrix = draw(model.config.hidden_size, columns)
+  config = model.config
+  columns = (config.vocab_size, config.value_outputs)[model.head == 'scalar']
+  matrix = draw(config.hidden_size, columns)
   return {
-    'embedding': draw(model.config.vocab_size, model.config.hidden_size),
+    'embedding': draw(config.vocab_size, config.hidden_size),
     head: matrix if head == 'scalar_head' else matrix.T,
   }
 

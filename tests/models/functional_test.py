@@ -60,7 +60,7 @@ def test_states_that_are_not_wanted_are_not_computed(unrolled, adapted):
       temperature=1.0,
       values_everywhere=values_everywhere,
     )
-    return found.logprobs_BL, found.entropy_BL, found.values_BL
+    return found.logprobs_BL, found.entropy_BL, found.values.values_BL
 
   def loss(params, values_everywhere):
     asked_BL = np.zeros(tokens_BL.shape, bool)
@@ -89,8 +89,8 @@ def test_values_are_computed_at_loss_positions_only():
   tokens_BL = np.arange(12, dtype=np.int32).reshape(2, 6) % 11
   positions_BM = np.array([[1, 3], [5, 6]], np.int32)
   values = jax.jit(model.values)
-  whole_BL = values(params, tokens_BL)
-  found_BL = values(params, tokens_BL, loss_positions_BM=positions_BM)
+  whole_BL, _ = values(params, tokens_BL)
+  found_BL, _ = values(params, tokens_BL, loss_positions_BM=positions_BM)
   expected_BL = np.zeros((2, 6), np.float32)
   for place in ((0, 1), (0, 3), (1, 5)):
     expected_BL[place] = whole_BL[place]

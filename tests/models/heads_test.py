@@ -32,8 +32,29 @@ def test_logprobs_and_entropy_stand_at_their_token(temperature, odds):
 
 
 def test_a_value_uses_the_state_before_its_token():
-  values_BL = heads.token_values(_HIDDEN, jnp.array([[2.0], [-3.0]]), _TOKENS)
-  np.testing.assert_array_equal(values_BL, [[0.0, 2.0, -3.0]])
+  values = heads.token_values(_HIDDEN, jnp.array([[2.0], [-3.0]]), _TOKENS)
+  np.testing.assert_array_equal(values.values_BL, [[0.0, 2.0, -3.0]])
+  assert values.logprobs_BLY is None
+
+
+@pytest.mark.parametrize('positions_BM', [None, np.array([[2, 3]])])
+def test_a_categorical_value_is_the_mean_of_its_bins(positions_BM):
+  head_DY = np.array([[0.3, -1.0, 2.0], [1.5, 0.0, -0.4]], np.float32)
+  places = [1, 2] if positions_BM is None else [2]
+  values_BL, logprobs_BLY = heads.token_values(
+    # Only the state before token 2 is given; 3 is filler.
+    _HIDDEN if positions_BM is None else np.asarray(_HIDDEN)[:, 1:],
+    head_DY,
+    _TOKENS,
+    loss_positions_BM=positions_BM,
+    bounds=(-2.0, 4.0),
+  )
+  for place in range(3):
+    p = np.exp(np.asarray(_HIDDEN)[0, place - 1] @ head_DY)
+    p = p / p.sum() if place in places else np.ones(3)
+    np.testing.assert_allclose(np.exp(logprobs_BLY[0, place]), p, rtol=1e-6)
+    wanted = -2 * p[0] + p[1] + 4 * p[2] if place in places else 0
+    np.testing.assert_allclose(values_BL[0, place], wanted, atol=1e-6)
 
 
 def test_everything_is_float32_from_the_logits_on():
@@ -41,7 +62,7 @@ def test_everything_is_float32_from_the_logits_on():
   outputs = (
     heads.logits(hidden, _OUTPUT),
     *_logprobs_and_entropy(hidden, _OUTPUT, _TOKENS, temperature=1.0),
-    heads.token_values(hidden, jnp.array([[2.0], [-3.0]]), _TOKENS),
+    heads.token_values(hidden, jnp.array([[2.0], [-3.0]]), _TOKENS).values_BL,
   )
   assert all(output.dtype == jnp.float32 for output in outputs)
 
@@ -53,14 +74,14 @@ def test_values_are_not_rounded_to_the_dtype_of_the_states():
     for shape in ((2, 9, 64), (64, 1))
   )
   tokens_BL = np.zeros((2, 9), np.int32)
-  values_BL = jax.jit(heads.token_values)(hidden_BLD, scalar_D1, tokens_BL)
+  values_BL, _ = jax.jit(heads.token_values)(hidden_BLD, scalar_D1, tokens_BL)
   wanted_BL = (
     hidden_BLD[:, :-1].astype(np.float32) @ scalar_D1.astype(np.float32)
   )[..., 0]
   np.testing.assert_allclose(values_BL[:, 1:], wanted_BL, rtol=1e-5, atol=1e-5)
   gradient = jax.jit(
     jax.grad(
-      lambda *args: jnp.sum(heads.token_values(*args, tokens_BL)),
+      lambda *args: jnp.sum(heads.token_values(*args, tokens_BL).values_BL),
       argnums=(0, 1),
     )
   )(hidden_BLD, scalar_D1)

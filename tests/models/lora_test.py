@@ -126,7 +126,7 @@ def test_a_value_model_takes_the_backbone_of_a_policy():
   trained = _adapters(value, 0.3) | {'scalar_head': np.ones((16, 1))}
   params = value.join_params(base, trained)
   assert 'lm_head' in base and 'lm_head' not in params
-  values_BL = jax.jit(value.values)(params, _TOKENS)
+  values_BL, _ = jax.jit(value.values)(params, _TOKENS)
   assert values_BL.shape == _TOKENS.shape and np.any(values_BL)
 
 
@@ -134,7 +134,7 @@ def test_one_pass_of_both_heads_equals_two_models():
   both = tiny.model('both')
   params = tiny.params(both)
   assert {'lm_head', 'scalar_head'} <= params.keys()
-  logprobs_BL, entropy_BL, values_BL, _ = jax.jit(
+  logprobs_BL, entropy_BL, (values_BL, _), _ = jax.jit(
     lambda p: both.token_outputs(p, _TOKENS, temperature=0.7)
   )(params)
   expected = jax.jit(
@@ -145,7 +145,7 @@ def test_one_pass_of_both_heads_equals_two_models():
   for found, wanted in zip((logprobs_BL, entropy_BL), expected):
     np.testing.assert_array_equal(found, wanted)
   backbone = {name: x for name, x in params.items() if name != 'lm_head'}
-  values = jax.jit(tiny.model('scalar').values)(backbone, _TOKENS)
+  values, _ = jax.jit(tiny.model('scalar').values)(backbone, _TOKENS)
   np.testing.assert_array_equal(values_BL, values)
   assert np.any(values_BL)
 

@@ -30,6 +30,7 @@ from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import losses
 from stppo_jax.rl import masking
 from stppo_jax.rl import turn_advantages
+from stppo_jax.rl import values as values_lib
 from tests.rl import batches
 from tests.rl import golden_algorithms
 
@@ -187,7 +188,7 @@ def test_the_value_loss_is_theirs(case):
 
   @jax.jit
   def loss(values_BL):
-    total, count, _ = losses.value_loss(
+    total, count, _ = values_lib.value_loss(
       values_BL,
       arrays['old_values_BL'],
       arrays['returns_BL'],

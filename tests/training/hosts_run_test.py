@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.training import checkpoint_state
 from tests.training import host_runs
 from tests.training import runs
 
@@ -85,7 +86,9 @@ def _restored(workdir, **changes):
   """Returns the newest state of a run, on a mesh of this process."""
   learner = runs.learner(runs.config(**changes))
   saved = checkpoint.Checkpointer(workdir, read_only=True)
-  found = saved.restore_latest(learner.abstract_state(learner.start()))
+  found = saved.restore_latest(
+    checkpoint_state.abstract_state(learner, learner.start())
+  )
   saved.close()
   assert found is not None
   return jax.device_get(found[1])
@@ -105,6 +108,27 @@ def test_two_hosts_are_one_run(tmp_path, finished):
   assert host_runs.dialogues(tmp_path / 'run', 3) == host_runs.dialogues(
     finished, 3
   )
+
+
+@pytest.mark.slow
+def test_hosts_repeat_the_collections_that_one_host_repeats(tmp_path):
+  changes = {
+    'updates__value_epochs': 1,
+    'updates__value_replay': 1,
+    'evaluate__every': 0,
+  }
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  assert runs.train(one, **changes, num_steps=2) == 0
+  host_runs.train(two, num_steps=2, **changes)
+  _assert_same_run(two, one, count=2, steps=2)
+  (ours,), (theirs,) = (_restored(x, **changes).replayed for x in (two, one))
+  assert np.any(theirs.value_mask_BL)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5),
+    ours,
+    theirs,
+  )
+  np.testing.assert_array_equal(ours.tokens_BL, theirs.tokens_BL)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax.learner import value_training
 from stppo_jax.models.hf import load
 from stppo_jax.parallel import memory
 from stppo_jax.records.checkpoints import checkpoint
@@ -53,7 +54,8 @@ def _save(learner, checkpointer, step, state, record):
   collector = prefetch.Prefetcher(
     None, None, learner.copy_policy, steps_ahead=0, num_steps=1, loop=None
   )
-  checkpoints = checkpoint_state.TrainCheckpoints(learner, collector)
+  replay = value_training.Replay(learner.config, learner.mesh)
+  checkpoints = checkpoint_state.TrainCheckpoints(learner, collector, replay)
   arrays, ours = checkpoints.content(step, state)
   checkpointer.save(step, arrays, record | ours, waits=True)
 

@@ -17,6 +17,7 @@ import pytest
 from stppo_jax import __main__
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.retrieval import protocol
+from stppo_jax.training import checkpoint_state
 from tests.training import faults
 from tests.training import runs
 
@@ -72,7 +73,9 @@ def _newest(workdir, steps_ahead):
   """Returns step and leaves of the newest checkpoint, as numpy arrays."""
   learner = runs.learner(runs.config(rollout__steps_ahead=steps_ahead))
   saved = checkpoint.Checkpointer(workdir, read_only=True)
-  found = saved.restore_latest(learner.abstract_state(learner.start()))
+  found = saved.restore_latest(
+    checkpoint_state.abstract_state(learner, learner.start())
+  )
   saved.close()
   step, state, _ = found
   return step, jax.device_get(state)

@@ -244,16 +244,14 @@ def _newest(
   with contextlib.closing(
     checkpoint.Checkpointer(workdir, read_only=True)
   ) as checkpoints:
-    restored = checkpoint_state.newest(checkpoints, learner, state)
+    restored = checkpoint_state.newest_models(checkpoints, state)
   if restored is None:
     return 0, state
   step, state, host = restored
   # An adaptive controller may have changed the coefficient since the start of
   # the run. This collection uses the coefficient that the run would use now.
   learner.kl_coefficient = host['kl_coefficient']
-  # The checkpoint may hold earlier policies, which collect the steps that the
-  # run prefetches. These policies are not needed here.
-  return step, dataclasses.replace(state, published=())
+  return step, state
 
 
 def _arrays(batch: batch_lib.TokenBatch) -> dict[str, np.ndarray]:
@@ -275,4 +273,8 @@ def _updated(
   outputs = jax.device_get(
     learner.token_outputs(state, tokens_BL, expert_ids=expert_ids)
   )
-  return {name: x for name, x in outputs._asdict().items() if x is not None}
+  arrays = outputs._asdict()
+  values = arrays.pop('values')
+  if values is not None:
+    arrays['values_BL'] = values.values_BL
+  return {name: x for name, x in arrays.items() if x is not None}

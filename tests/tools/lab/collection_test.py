@@ -11,6 +11,7 @@ from benchmarks import learners
 from stppo_jax import batch as batch_lib
 from stppo_jax import exits
 from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import value_training
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.tools.lab import collection
 from stppo_jax.tools.lab import estimates
@@ -120,11 +121,18 @@ def test_the_newest_checkpoint_samples_and_no_file_is_changed(
   start = learner.start()
   params = jax.tree.map(lambda x: 1.1 * x, start.policy.params)
   policy = dataclasses.replace(start.policy, params=params)
-  state = dataclasses.replace(start, policy=policy)
+  # The run kept collections for its value model; the config here keeps none.
+  kept = value_training.Replay(
+    runs.config(updates__value_epochs=1, updates__value_replay=1), learner.mesh
+  )
+  state = dataclasses.replace(start, policy=policy, replayed=kept.collections)
   run_record.record_config(config.to_dict(), tmp_path)
   saved = checkpoint.Checkpointer(tmp_path)
   saved.save(1, state, {'kl_coefficient': _COEFFICIENT})
+  saved.save(2, start, {'kl_coefficient': 1.0}, waits=True)
   saved.close()
+  for path in (tmp_path / 'checkpoints/2').rglob('d/*'):
+    path.write_bytes(b'damaged')  # so step 1 is read
   before = _files(tmp_path)
   later = collection.collect(config, workdir=tmp_path, num_updates=1)
   assert _files(tmp_path) == before
