@@ -301,9 +301,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # value_range, and learns by cross-entropy with two-hot targets. Use
         # more than 2 if returns are often between the ends of the range.
         'value_bins': 2,
-        # How far a value may move from the old value: a term of the value loss
-        # is at least that of the nearest value within this distance. With
-        # value_bins > 2, a value that has moved further has no gradient.
+        # How far a value may move from the old value: a value that has moved
+        # further towards the return has no gradient.
         'value_clip': 0.5,
         # The weight of the value loss if model.value_backbone=shared.
         'value_coefficient': 0.5,

@@ -158,7 +158,7 @@ def test_any_good_values_make_valid_texts(name, tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(submit.configuration, 'parse', lambda *_, **__: config)
   monkeypatch.setattr(submit.source_lib, 'pack', lambda *_, **__: source)
   rng, scripts = random.Random(0), []
-  for number in range(12):
+  for number in range(20):
     flags = [
       f'--{key}={rng.choice(values)}'
       for key, values in _CHOICES[name].items()

@@ -132,7 +132,9 @@ def test_values_in_a_range_start_in_its_middle_and_learn(backbone, bins):
   )
   state, batch = _annotated(learner)
   values_BL = jax.device_get(batch.values_BL)
-  np.testing.assert_allclose(values_BL[batch.loss_mask_BL], 1.0, rtol=1e-6)
+  # The mean of several bins is a rounded sum.
+  rtol = 0 if bins == 2 else 1e-6
+  np.testing.assert_allclose(values_BL[batch.loss_mask_BL], 1.0, rtol=rtol)
   rows = learner.minibatches(len(batch.lengths_B), 0)[0]
   state, update = learner.update(state, batch, rows, 0)
   # All bins are equally likely, whatever the return is.

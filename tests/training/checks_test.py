@@ -159,6 +159,22 @@ def test_as_many_slots_as_fit_are_filled_in_equal_waves():
   assert _slots(rollout__group_size=3)[-1](1) == 24
 
 
+def test_the_collections_that_values_repeat_take_memory():
+  changes = {'env__max_length': 100, 'rollout__length_bucket': 64}
+  sizes = []
+  for count in (0, 2):
+    config = runs.config(
+      updates__value_epochs=1, updates__value_replay=count, **changes
+    )
+    found = components.build(config)
+    held = checks.held_memory(config, found.learner, found.placement)
+    sizes.append(held.learns)
+  rows = config.rollout.trajectories_per_step
+  # On each of 8 devices: two collections, 10 bytes for each of 128 tokens of a
+  # row, and 4 for its length.
+  assert sizes[1] - sizes[0] == 2 * rows * (128 * 10 + 4) // 8
+
+
 def _metrics(mean, tail):
   return {
     'mismatch/logprob_abs_diff_mean': mean,
