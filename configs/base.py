@@ -7,7 +7,10 @@ Python program that runs when it is loaded, so load a config only if you trust
 it.
 """
 
+from collections.abc import Mapping
 import copy
+import functools
+import types
 from typing import Any
 
 from ml_collections import config_dict
@@ -359,3 +362,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
   )
   config.update_from_flattened_dict(algorithms.CHANGES.get(algorithm, {}))
   return config
+
+
+@functools.cache
+def values() -> Mapping[str, Any]:
+  """Maps the dotted key of every value of the base config to the value."""
+  return types.MappingProxyType(settings.flatten(get_config()))

@@ -61,7 +61,7 @@ _asked = functools.partial(Key, asked=True)
 
 def _are_keys(names: Sequence[str]) -> bool:
   """Returns whether all names are keys or sections of the config."""
-  keys = [f'{key}.' for key in settings.flatten(base.get_config())]
+  keys = [f'{key}.' for key in base.values()]
   return all(
     isinstance(name, str)
     # Every name below `algorithm` counts as a key, because another choice has
@@ -340,7 +340,7 @@ def check(config: base.Config, ignored: Sequence[Any] = ()) -> list[str]:
     ignored: the checks to leave out, functions such as `check_algorithm`.
   """
   values = settings.flatten(config)
-  expected = settings.flatten(base.get_config())
+  expected = dict(base.values())
   options = _pop_algorithm(values)
   _pop_algorithm(expected)
   errors = []

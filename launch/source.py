@@ -8,6 +8,7 @@ of the archive has the hash of its content, so equal sources have one name.
 
 import bz2
 from collections.abc import Iterator, Mapping
+import functools
 import hashlib
 import io
 import os
@@ -108,12 +109,18 @@ def pack(
           continue  # workers find this file through the link
         _add(archive, name, path.read_bytes(), os.access(path, os.X_OK))
       _add(archive, _DIFF, _difference(), False)
-    # For so many texts, the result of bzip2 is a quarter smaller than that of
-    # gzip. bzip2 writes no time, so equal files give equal bytes, whose hash is
-    # in the name of the source.
-    data = bz2.compress(raw.getvalue())
+    data = _compressed(raw.getvalue())
   digest = hashlib.sha256(data).hexdigest()[:16]
   return Source(data, f'source-{digest}.tar.bz2')
+
+
+# The runs of a sweep have the same source.
+@functools.lru_cache(maxsize=4)
+def _compressed(archive: bytes) -> bytes:
+  # For so many texts, the result of bzip2 is a quarter smaller than that of
+  # gzip. bzip2 writes no time, so equal files give equal bytes, whose hash is
+  # in the name of the source.
+  return bz2.compress(archive)
 
 
 def unpack(source: Source, folder: pathlib.Path) -> pathlib.Path:

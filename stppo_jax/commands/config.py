@@ -11,7 +11,7 @@ differ from configs/base.py, and the numbers that are computed from the
 configuration, such as the number of updates per collection.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stppo_jax import settings
@@ -24,13 +24,15 @@ def main(argv: Sequence[str]) -> int:
   config = configuration.parse(argv)
   values = settings.flatten(config)
   lines = [f'{key} = {value!r}' for key, value in values.items()]
-  lines += differences(values, settings.flatten(base.get_config()))
+  lines += differences(values, base.values())
   lines += [f'# {line}' for line in derived(config)]
   print('\n'.join(lines))
   return 0
 
 
-def differences(values: dict[str, Any], others: dict[str, Any]) -> list[str]:
+def differences(
+  values: Mapping[str, Any], others: Mapping[str, Any]
+) -> list[str]:
   """Returns a line for each value that differs from the base config.
 
   Args:

@@ -66,10 +66,7 @@ def _entries() -> Iterator[tuple[str, str, str]]:
   Sections and keys are in the order of the files. A section has '' in place of
   `key = default`.
   """
-  lines = {
-    key: f'{key} = {value!r}'
-    for key, value in settings.flatten(base.get_config()).items()
-  }
+  lines = {key: f'{key} = {value!r}' for key, value in base.values().items()}
   for key, comment in _comments(base, 'get_config'):
     yield key, comment, lines.get(key, '')
     if key == 'algorithm':

@@ -101,9 +101,7 @@ def _override(config: Any, key: str, text: str | bool) -> None:
   if isinstance(section[leaf], config_dict.ConfigDict):
     keys = ', '.join(section[leaf].keys())
     raise ValueError(f'a section, not a value; set one of its keys: {keys}')
-  # `typed` checks the type, with a message that names the expected type.
-  with section.ignore_type():
-    section[leaf] = typed(text, section[leaf])
+  section[leaf] = typed(text, section[leaf])
 
 
 def _unknown(name: str, section: Any, path: str) -> str:

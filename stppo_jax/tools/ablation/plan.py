@@ -119,7 +119,7 @@ def digest(plan: Plan, arm: study_lib.Arm, config: Any) -> str:
     arm: an arm of the plan's study.
     config: the config of the arm, without the path of its start.
   """
-  usual, own = settings.flatten(base.get_config()), settings.flatten(config)
+  usual, own = base.values(), settings.flatten(config)
   left_out = _NOT_COMPARED
   if own[_SCOPE] != 'microbatch':
     left_out += _OF_MICROBATCHES

@@ -104,7 +104,7 @@ def _lines(
   yield from ('', '## Configuration', '')
   yield 'The keys that differ from `configs/base.py`. Files and servers of the'
   yield from ('machine are left out.', '')
-  known = settings.flatten(base.get_config())
+  known = base.values()
   values = scrubbing.scrubbed_plain(values)
   yield from markdown.table(
     ('key', 'value'),
