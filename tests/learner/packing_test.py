@@ -156,7 +156,9 @@ def _random_packings(models, count):
   return [_random_packing(lengths_B, seed) for seed in range(count)]
 
 
-@pytest.mark.parametrize(('outputs', 'count'), [(1, 20), (3, 1)])
+@pytest.mark.parametrize(
+  ('outputs', 'count'), [(1, 20), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
 def test_random_packings_change_nothing(outputs, count):
   models = updates.sums()
   if outputs > 1:

@@ -26,11 +26,26 @@ _CASES = {name: {} for name in advantages.ADVANTAGES} | {
   'monte_carlo': {'gamma': 0.9},
   'gigpo, history': {'history': 2, 'normalize': 'none'},
 }
-_EACH = pytest.mark.parametrize('case', _CASES)
-# Included observations have advantages, and are read.
-_SKIPPING = pytest.mark.parametrize(
-  'case', [case for case in _CASES if case != 'gae, included']
+# Each is a program to compile, and its sums are those of another case.
+_SLOW = (
+  *('gae, bilevel', 'decoupled_gae, explained', 'gigpo, history'),
+  *('group_centered', 'turn_leave_one_out', 'turn_pooled'),
 )
+
+
+def _parameters(cases):
+  return pytest.mark.parametrize(
+    'case',
+    [
+      pytest.param(case, marks=[pytest.mark.slow] if case in _SLOW else [])
+      for case in cases
+    ],
+  )
+
+
+_EACH = _parameters(_CASES)
+# Included observations have advantages, and are read.
+_SKIPPING = _parameters(case for case in _CASES if case != 'gae, included')
 
 
 @functools.cache

@@ -129,6 +129,13 @@ ALL = pytest.mark.parametrize('case', CASES)
 # so the forms of accelerators are tried on cases which together use them at
 # every level that has sums and in every correction. The rest are slow tests.
 _ALL_FORMS = ('st_turn', 'everything_corrects', 'sspo')
+# These are also compared with the code of others, in golden_test.py. Their
+# loops are slow tests.
+_GOLDEN = (
+  *('grpo', 'dr_grpo', 'dapo', 'gspo', 'gspo_token', 'cispo', 'reinforce'),
+  *('rloo', 'minirl', 'atpo', 'gmpo', 'dppo_tv', 'dppo_kl', 'drpo', 'vespo'),
+  *('clip_cov', 'kl_cov', 'dual_clip'),
+)
 # Other numbers of rows are other programs to compile. Every level and every
 # correction has a case here; the rest are slow tests.
 _OTHER_ROWS = (
@@ -151,7 +158,7 @@ FORMS = pytest.mark.parametrize(
       case,
       form,
       marks=()
-      if form == 'segment_sum' or case in _ALL_FORMS
+      if case in _ALL_FORMS or (form == 'segment_sum' and case not in _GOLDEN)
       else pytest.mark.slow,
     )
     for case in CASES
