@@ -455,8 +455,7 @@ def _make_small_batch(run):
 
 def _small_batch(collect, run):
   """Leaves a batch with rewards, which a tiny policy does not get."""
-  # For updates, it would compile a program of its own.
-  run(*_TINY, '--updates=0', words=shlex.split(collect))
+  run(*_TINY, words=shlex.split(collect))
   with np.load('runs/batch.npz') as archive:
     arrays = dict(archive)
   rows, ends = np.arange(len(arrays['tokens_BL'])), arrays['loss_mask_BL']
