@@ -289,6 +289,7 @@ def test_a_study_for_machines_asks_for_nothing_that_only_they_have(
   assert '--config.model.path=/shared/qwen' in out and 'sbatch' not in out
 
 
+@pytest.mark.slow
 def test_the_commands_of_a_dry_run_run_in_a_shell(folder, monkeypatch, capsys):
   # A space and a quote in a path, and a start before the run that needs it.
   folder = folder.parent / "the author's study"

@@ -53,6 +53,7 @@ def test_one_algorithm_is_compared_with_several_settings(file, capsys):
   assert line.startswith('--algorithms=st_ppo:ratio.level=trun: must be one of')
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_too_large_is_left_out(tmp_path, capsys):
   arrays, batch, *_ = batch_arrays.arrays()
   arrays['advantages_BL'] = arrays['advantages_BL'] * 1e30
@@ -79,6 +80,7 @@ def test_a_metric_that_is_too_large_is_left_out(tmp_path, capsys):
   assert line.startswith('--algorithms: st_ppo: stab/norm_clipped, ')
 
 
+@pytest.mark.slow
 def test_each_algorithm_may_have_its_own_advantages(tmp_path, capsys):
   arrays, *_ = batch_arrays.arrays()
   arrays['group_ids_B'] = np.array([0, 0, 1, 1, 0, 1])

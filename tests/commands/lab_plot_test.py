@@ -39,6 +39,7 @@ def test_compare_draws_shares_and_cosines(file, tmp_path, page, capsys):
   assert shown[0, 1] == pytest.approx(found['cosines']['token_ppo']['turn_ppo'])
 
 
+@pytest.mark.slow
 def test_levels_draws_bounds_where_they_hold(file, tmp_path, page, capsys):
   out = tmp_path / 'P.png'
   words = ('levels', f'--batch={file}', _ALGORITHMS, f'--plot={out}')

@@ -47,6 +47,7 @@ def test_an_entropy_bonus_is_in_the_loss(file, capsys):
   assert bonus['loss'] == pytest.approx(lower)
 
 
+@pytest.mark.slow
 def test_a_choice_brings_its_options(file, capsys):
   metrics = lab_calls.metrics(
     capsys, 'score', f'--batch={file}', '--algorithm=token_ppo',
@@ -56,6 +57,7 @@ def test_a_choice_brings_its_options(file, capsys):
   assert metrics['bounds/high'] == pytest.approx(3.0)
 
 
+@pytest.mark.slow
 def test_an_algorithm_has_the_options_of_a_run(file, config, capsys):
   flags = 'score', f'--batch={file}', '--float64'
   changes = '--set=bounds.clip_low=0.05', f'--set={lab_calls.TAU}=1.1'

@@ -64,6 +64,7 @@ def test_the_figures_are_those_of_the_formulas(sampled, capsys):
   assert lab_calls.metrics(capsys, *flags) == found
 
 
+@pytest.mark.slow
 def test_the_table_and_the_picture_have_every_turn(sampled, tmp_path, capsys):
   file, _ = sampled
   out = tmp_path / 'P.png'

@@ -148,6 +148,7 @@ def test_the_state_is_donated():
   assert all(leaf.is_deleted() for leaf in leaves)
 
 
+@pytest.mark.slow
 def test_shares_are_computed_at_the_same_time():
   """Makes each share wait inside its program until the other has begun."""
   together = threading.Barrier(2, timeout=15)

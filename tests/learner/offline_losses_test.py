@@ -180,6 +180,7 @@ def test_microbatches_and_devices_change_nothing():
   _assert_same(many, _update(_pairs()))
 
 
+@pytest.mark.slow
 def test_pairs_without_tokens_change_nothing():
   three = jax.tree.map(lambda x: x[:3], _pairs())
   filled = pairs_lib.minibatch(three, 0, size=P, seed=0)

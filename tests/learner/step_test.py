@@ -110,6 +110,7 @@ def test_only_the_gradient_norm_takes_further_backward_passes():
   assert terms_apart - forward == 3 * (plain - forward) > 0
 
 
+@pytest.mark.slow
 def test_a_bias_norm_below_its_floor_divides_by_the_floor():
   """Policy and other terms add up to the gradient of their sum."""
   models = updates.sums()
@@ -244,7 +245,9 @@ def test_a_poisoned_minibatch_changes_nothing_and_is_counted(name, value):
   _assert_unchanged(poisoned, models)
 
 
-@pytest.mark.parametrize('num_microbatches', [1, 2])
+@pytest.mark.parametrize(
+  'num_microbatches', [1, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_a_loss_that_is_not_finite_changes_nothing(num_microbatches):
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
   batch = updates.batch(models)

@@ -124,6 +124,7 @@ def test_a_kernel_runs_on_shards_of_the_mesh():
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_devices_that_share_heads_run_the_kernel_on_their_own():
   mesh = mesh_lib.make_mesh(data=2, fsdp=1, tensor=4)
   lengths_B = np.array([9, 4], np.int32)

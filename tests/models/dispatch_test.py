@@ -61,14 +61,15 @@ def _assert_close(found, expected):
   ('axes', 'skewed'),
   [
     ((2, 1, 4, 1), True),  # a device computes three blocks, the others none
-    pytest.param((1, 2, 2, 2), False, marks=pytest.mark.slow),
+    ((1, 2, 2, 2), False),
     *(
-      pytest.param(axes, skewed, marks=pytest.mark.slow)
+      (axes, skewed)
       for axes in ((1, 1, 8, 1), (1, 4, 2, 1), (2, 1, 2, 2))
       for skewed in (False, True)
     ),
   ],
 )
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_one_device(axes, skewed):
   ids = _SKEWED if skewed else None
   expected = _gradient(moe='dense', expert_ids=ids)

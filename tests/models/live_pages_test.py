@@ -152,13 +152,14 @@ def test_variants_of_attention_equal_loops(options):
 @pytest.mark.parametrize(
   ('window', 'entries'),
   [
-    pytest.param(1, [(0, 0), (1, 0), (2, 5)], marks=pytest.mark.slow),
+    (1, [(0, 0), (1, 0), (2, 5)]),
     (130, [(0, 0), (1, 0), (2, 4)]),  # the window begins in page 4
-    pytest.param(300, [(0, 0), (1, 0), (2, 3)], marks=pytest.mark.slow),
-    pytest.param(513, [(0, 0), (1, 0), (2, 1), (2, 5)], marks=pytest.mark.slow),
-    pytest.param(900, [(0, 0), (1, 0), (2, 0), (2, 4)], marks=pytest.mark.slow),
+    (300, [(0, 0), (1, 0), (2, 3)]),
+    (513, [(0, 0), (1, 0), (2, 1), (2, 5)]),
+    (900, [(0, 0), (1, 0), (2, 0), (2, 4)]),
   ],
 )
+@pytest.mark.slow
 def test_pages_before_a_window_are_not_read(window, entries):
   lengths = 0, 128, 700
   arrays = _arrays('float32', lengths=lengths)
@@ -194,7 +195,7 @@ def test_queries_of_many_tiles(kernel):
 
 @pytest.mark.parametrize(
   'window',
-  [9, 130, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 300, 900))],
+  [130, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 9, 300, 900))],
 )
 def test_a_window_on_a_gpu(window):
   lengths = 0, 128, 700

@@ -165,7 +165,7 @@ def test_devices_rank_experts_for_their_own_rows():
     pytest.param(None, F, marks=pytest.mark.slow),
     ((2, 2, 2), F),
     # Neither the rows nor the width are divided.
-    ((1, 1, 8), 12),
+    pytest.param((1, 1, 8), 12, marks=pytest.mark.slow),
     pytest.param((1, 8, 1), F, marks=pytest.mark.slow),
     pytest.param((2, 1, 2, 2), F, marks=pytest.mark.slow),
   ],

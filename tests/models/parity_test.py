@@ -88,11 +88,11 @@ def test_logits_and_routing_equal_those_of_transformers(name):
     'qwen2_untied',
     # Normalised queries and keys, which the mixture has too.
     pytest.param('qwen3_untied', marks=pytest.mark.slow),
-    'llama_untied',
+    pytest.param('llama_untied', marks=pytest.mark.slow),
     pytest.param('qwen3_moe_untied', marks=pytest.mark.slow),
     'qwen3_moe_mixed',
     # A part of each head is rotated; windows in all layers and in some.
-    'phi3_untied',
+    pytest.param('phi3_untied', marks=pytest.mark.slow),
     pytest.param('mistral_untied', marks=pytest.mark.slow),
     'gemma3_text_tied',
     pytest.param('olmo3_untied', marks=pytest.mark.slow),

@@ -116,9 +116,8 @@ def test_the_program_of_layers_that_alternate_does_not_grow_with_them():
   assert products(8) == products(4)
 
 
-@pytest.mark.parametrize(
-  'unrolled', [1, pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('unrolled', [1, 2])
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_how_experts_and_layers_are_computed(
   unrolled,
 ):

@@ -93,7 +93,7 @@ def _assert_same(actual, expected):
   ('kind', 'axes'),
   [
     ('entropy', (2, 2, 2)),
-    ('divergence', (1, 1, 8)),
+    pytest.param('divergence', (1, 1, 8), marks=pytest.mark.slow),
     pytest.param('entropy', (1, 1, 8), marks=pytest.mark.slow),
     pytest.param('divergence', (2, 2, 2), marks=pytest.mark.slow),
   ],

@@ -43,7 +43,7 @@ def _shapes(mesh):
   return {'embedding': embedding, 'lm_head': embedding, 'layers': (layer,)}
 
 
-@pytest.mark.parametrize('tensor', [1, 2])
+@pytest.mark.parametrize('tensor', [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize('join', [False, True])
 @pytest.mark.parametrize(
   'dtype', [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16]
@@ -108,9 +108,8 @@ def _sizes(x):
   return [one.shape for one in x] if isinstance(x, tuple) else x.shape
 
 
-@pytest.mark.parametrize(
-  ('devices', 'tensor'), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(('devices', 'tensor'), [(1, 1), (2, 2)])
+@pytest.mark.slow
 def test_an_engine_with_cut_weights_samples_the_same_tokens(
   devices, tensor, monkeypatch
 ):

@@ -41,7 +41,13 @@ def _loss(batch, logprobs, entropy, **changes):
   return batches.policy_loss(algorithm, logprobs, entropy, batch)
 
 
-@pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+  'implementation',
+  [
+    pytest.param(form, marks=() if form == 'segment_sum' else pytest.mark.slow)
+    for form in segments.IMPLEMENTATIONS
+  ],
+)
 @pytest.mark.parametrize('level', clipping_bias.RATIO_LEVELS)
 @pytest.mark.parametrize('scope', clipping_bias.SCOPES)
 def test_every_scope_is_the_loop(scope, level, implementation):

@@ -136,10 +136,12 @@ _GOLDEN = (
   *('rloo', 'minirl', 'atpo', 'gmpo', 'dppo_tv', 'dppo_kl', 'drpo', 'vespo'),
   *('clip_cov', 'kl_cov', 'dual_clip'),
 )
-# Other numbers of rows are other programs to compile. Every level and every
-# correction has a case here; the rest are slow tests.
+# Other numbers of rows, and gradients by more arrays, are other programs to
+# compile. Every level and every correction has a case here; the rest are slow
+# tests.
 _OTHER_ROWS = (
   *_ALL_FORMS,
+  'st_ppo',
   'so_sequence',
   'guarded_st_ppo',
   'dr_grpo',
@@ -430,7 +432,7 @@ def test_failed_row_is_an_absent_row_and_rows_may_be_permuted(case):
     _close((loss.loss, permuted), (whole.loss, np.asarray(gradient)[order]))
 
 
-@ALL
+@OTHER_ROWS
 def test_an_empty_batch_has_a_zero_loss_and_gradient(case):
   batch, logprobs, entropy = batches.make()
   empty = batches.poison(
@@ -458,7 +460,13 @@ def test_no_gradient_flows_into_advantages_and_the_old_policy():
     assert not np.any(array)
 
 
-@pytest.mark.parametrize('name', algorithms.ALGORITHMS)
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=() if name in _OTHER_ROWS else pytest.mark.slow)
+    for name in algorithms.ALGORITHMS
+  ],
+)
 def test_float32_in_float32_out(name):
   batch, logprobs, entropy = batches.make(dtype=np.float32, spread=0.6)
   loss = jax.eval_shape(

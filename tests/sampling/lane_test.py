@@ -55,11 +55,12 @@ def test_errors_of_lanes_are_raised_by_poll_and_by_begin(lanes):
   [
     # Slots for the last two groups become free: two of a lane together; two of
     # a lane one after the other; one of each lane.
-    pytest.param([(1, 2, 3), (0,)], 4, marks=pytest.mark.slow),
-    pytest.param([(2,), (0, 3), (1,)], 4, marks=pytest.mark.slow),
+    ([(1, 2, 3), (0,)], 4),
+    ([(2,), (0, 3), (1,)], 4),
     ([(2,), (0,), (1, 3)], 6),
   ],
 )
+@pytest.mark.slow
 def test_rows_go_to_the_lane_that_has_the_prompt_of_their_group(
   order, computed
 ):

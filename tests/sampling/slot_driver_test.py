@@ -145,7 +145,8 @@ def test_deterministic_programs_always_run_on_all_slots(devices):
     (1, 4, 2, 2, 2),
     pytest.param(1, 4, 4, 1, 1, marks=pytest.mark.slow),
     pytest.param(2, 4, 2, 2, 2, marks=pytest.mark.slow),
-    (2, 4, 4, 2, 2),  # one group on two devices, which both compute its prompt
+    # One group on two devices, which both compute its prompt.
+    pytest.param(2, 4, 4, 2, 2, marks=pytest.mark.slow),
     (1, 4, 1, 4, 4),
   ],
 )

@@ -160,6 +160,7 @@ def test_an_interrupted_evaluation_goes_on(data, evaluated, tmp_path, capsys):
   assert 'two_hop' in out and 'dialogues' not in err
 
 
+@pytest.mark.slow
 def test_samples_and_another_evaluation_in_the_same_folder(
   data, evaluated, tmp_path, refused
 ):

@@ -38,6 +38,7 @@ def test_a_run_of_0_2_goes_on(tmp_path, monkeypatch):
   assert not (workdir / 'start' / 'policy').exists()
 
 
+@pytest.mark.slow
 def test_a_run_whose_prompts_had_no_bos_keeps_them(
   finished, tmp_path, monkeypatch, capsys
 ):

@@ -52,7 +52,9 @@ def _same_bits(actual, expected):
 
 # Slices of everything, and of a few layers, experts or rows.
 @pytest.mark.parametrize('block_bytes', [2**24, 1100])
-@pytest.mark.parametrize('sizes', [(8, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize(
+  'sizes', [pytest.param((8, 1, 1), marks=pytest.mark.slow), (2, 2, 2)]
+)
 @pytest.mark.parametrize('name', ['qwen2', 'qwen3_moe'])
 def test_any_sharding_gives_the_same_file(
   tmp_path, monkeypatch, name, sizes, block_bytes

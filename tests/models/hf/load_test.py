@@ -97,7 +97,9 @@ def test_weights_of_any_dtype_become_float32(tmp_path, dtype):
 
 
 # Slices: whole leaves; some layers or rows; pieces of a layer; single numbers.
-@pytest.mark.parametrize('block_bytes', [2**24, 1500, 200])
+@pytest.mark.parametrize(
+  'block_bytes', [2**24, pytest.param(1500, marks=pytest.mark.slow), 200]
+)
 @pytest.mark.parametrize(
   ('sizes', 'model'),
   [

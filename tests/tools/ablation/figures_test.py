@@ -51,6 +51,7 @@ def test_a_group_has_a_line_of_its_own_and_ticks_are_plain_numbers(tmp_path):
   assert texts.count('Success') == 2
 
 
+@pytest.mark.slow
 def test_arms_of_other_names_have_other_colours(tmp_path):
   keys = [('x', 'one'), ('x', 'two'), ('y', 'three'), ('y', 'two')]
   arms = [study_lib.Arm(g, a, 'st_ppo', '', {}) for g, a in keys]

@@ -70,6 +70,7 @@ def test_a_collection_has_every_array_of_the_file(collected):
   assert collected['lengths_B'].shape == collected['group_ids_B'].shape == (16,)
 
 
+@pytest.mark.slow
 def test_sampled_values_are_added_and_change_nothing_else(config, collected):
   again = collection.collect(
     config, workdir=None, num_updates=None, continuations=2
@@ -115,6 +116,7 @@ def _moved(arrays, name):
   return np.abs(moved[arrays['loss_mask_BL']]).max()
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_samples_and_no_file_is_changed(
   config, collected, learner, tmp_path
 ):

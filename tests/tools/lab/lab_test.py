@@ -166,6 +166,7 @@ def test_a_batch_without_a_trained_token_gives_zeros():
   assert not found.arrays['dloss_dlogprobs_BL'].any()
 
 
+@pytest.mark.slow
 def test_only_a_metric_that_the_algorithm_does_not_use_may_overflow():
   """Squares of 1e200 overflow; the loss and its gradient do not."""
   arrays, batch, *_ = batch_arrays.arrays()

@@ -119,6 +119,7 @@ def test_the_keyboard_goes_through_the_list(opened):
   assert 'colour=turn_ratio' in page.url
 
 
+@pytest.mark.slow
 def test_a_link_opens_the_same_dialogue(opened, records):
   page = opened.page
   place = next(
@@ -150,6 +151,7 @@ def _channel(name, tokens, place):
   return tokens[names.get(name, name)][place]
 
 
+@pytest.mark.slow
 def test_the_pointer_shows_the_numbers_of_a_token(opened, records):
   page = opened.page
   record = records[0][2]
