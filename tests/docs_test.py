@@ -364,7 +364,7 @@ def _check(command, folder, run, quickstart, monkeypatch, *, is_small):
         _make_small_batch(run)
         lab = 'python -m stppo_jax lab levels --batch=runs/batch.npz'
         plot = word.replace('--picture', '--plot')
-        run(words=[*lab.split(), '--algorithms=token_ppo', plot])
+        run(words=[*lab.split(), '--algorithms=st_ppo', plot])
     is_large = name == 'evaluate' and not is_small
     assert _OF_RUNS[name] in run(*(_SMOKE if is_large else ()))
   else:
@@ -395,7 +395,7 @@ def _check_lab(command, folder, run, *, is_small):
     if ' prefer ' in command:
       flags = [*runs.flags(num_steps=None)[1:]]
       flags.append('--config.preference.batch_size=8')
-    if ' compare ' in command:
+    if '--algorithms=' in command:
       (names,) = re.findall(r'--algorithms=(\S+)', command)
       names = [name.partition(':')[0] for name in names.split(',')]
       assert len(names) > 1 and set(names) <= set(algorithms.ALGORITHMS)

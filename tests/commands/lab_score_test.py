@@ -17,14 +17,14 @@ def test_score_gives_the_numbers_of_the_plain_loops(file, tmp_path, capsys):
   _, batch, logprobs, entropy = batch_arrays.arrays()
   out = tmp_path / 'O.npz'
   metrics = lab_calls.metrics(
-    capsys, 'score', '--batch', file, '--algorithm=st_ppo', '--float64',
-    '--set', f'{lab_calls.TAU}=1.1', '--set=ratio.gradient=token',
+    capsys, 'score', '--batch', file, '--algorithm=s_ppo', '--float64',
+    '--set', f'{lab_calls.TAU}=1.1', '--set=ratio.level=turn',
     '--set', 'bounds.clip_low=0.1', f'--out={out}',
   )  # fmt: skip
   row = batches.algorithm_options(
-    'st_ppo',
+    's_ppo',
     correction__clipping_bias__tau=1.1,
-    ratio__gradient='token',
+    ratio__level='turn',
     bounds__clip_low=0.1,
   )
   twin = loss_twin.policy_loss(row, logprobs, entropy, batch, 0.0)

@@ -79,7 +79,7 @@ def test_estimators_that_lack_an_array_are_left_out(sampled, tmp_path, capsys):
   arrays.pop('state_ids_BL')
   batch_file.save(tmp_path / 'W.npz', arrays)
   found, warning = lab_calls.metrics_and_warnings(
-    capsys, 'values', f'--batch={tmp_path / "W.npz"}', '--json'
+    capsys, 'values', f'--batch={tmp_path / "W.npz"}', '--json', '--float64'
   )
   assert 'gigpo' in warning
   assert 'gigpo' not in found['advantages']['estimators']

@@ -32,6 +32,8 @@ _FAILED = 2
 _MASK = (_TURN_IDS > 0) & (np.arange(4) != _FAILED)[:, None]
 _LAST = (0, 7), (1, 5), (3, 2)  # the last policy token of each healthy row
 _REWARDS = 1.0, -0.5, 0.25
+# Of two tests, which share a program.
+_OPTIONS = {'bounds__name': 'by_reward', 'objective__name': 'positive_examples'}
 
 
 class _ParamsModel:
@@ -96,12 +98,11 @@ def _case():
 
 
 @functools.cache
-def _jitted(temperature):
+def _jitted():
   return jax.jit(
     functools.partial(
       annotate_lib.annotate,
       models=model_roles.Models(_ParamsModel(), _ParamsModel()),
-      temperature=temperature,
       num_turns=2,
     )
   )
@@ -132,10 +133,11 @@ def _annotate(
     state_lib.ModelState(case.values, None, np.int32(0)),
   )
   algorithm = batches.algorithm('st_ppo', **changes)
-  batch, metrics = _jitted(temperature)(
+  batch, metrics = _jitted()(
     state,
     batch,
     algorithm,
+    temperature=temperature,
     reference=case.reference,
     old=sampled_by,
     older=older,
@@ -164,7 +166,7 @@ def test_returns_at_the_ends_of_the_range_are_not_outside():
   case = _case()
   for place, reward in zip(_LAST, (0.75, -0.25, 0.75)):
     case.rewards[place] = reward
-  batch, metrics = _annotate(case, kl__where='loss')
+  batch, metrics = _annotate(case, kl__where='loss', kl__estimator='k1')
   low, high = _ParamsModel.value_range
   returns = np.asarray(batch.returns_BL)[_MASK]
   assert (returns < low).any() or (returns > high).any()  # by rounding
@@ -202,16 +204,16 @@ def test_advantages_and_metrics_are_those_computed_by_hand(where):
 
 
 def test_the_share_of_imitated_trajectories_is_measured():
-  changes = {'objective__name': 'positive_examples', 'objective__least': 0.25}
-  _, metrics = _annotate(_case(), **changes)
+  _, metrics = _annotate(_case(), **_OPTIONS, objective__least=0.25)
   _assert_close(metrics['actor/imitated'], 2 / 3)  # 1.0 and 0.25, not -0.5
 
 
 def test_bounds_get_the_rewards_of_turns_without_a_penalty():
   case = _case()
   case.rewards[0, 3] = 1.0  # of its first turn
-  changes = {'bounds__name': 'by_reward', 'kl__coefficient': 0.3}
-  batch, _ = _annotate(case, groups=(5, 5, 5, 6), **changes)
+  batch, _ = _annotate(
+    case, groups=(5, 5, 5, 6), **_OPTIONS, kl__coefficient=0.3
+  )
   expected = np.zeros(_MASK.shape)
   # 1 and 0 are half a unit from their mean, and their deviation is 1 / sqrt 2.
   expected[0, 2:4], expected[1, 1:4] = np.sqrt(0.5), -np.sqrt(0.5)
@@ -338,14 +340,14 @@ def test_memory_is_that_of_one_microbatch():
 
 def test_weights_are_cast_outside_the_loop_over_microbatches():
   models = updates.transformers(dtype='bfloat16')
-  state = updates.train_state(models)
+  state, batch = updates.train_state(models), updates.batch(updates.sums())
   program = jax.make_jaxpr(updates.annotate(models))(
     state,
-    updates.batch(models),
+    batch,
     batches.algorithm('st_ppo'),
     reference=state.policy.params,
     old=state.policy.params,
-    packed=updates.packed(updates.batch(models), 2),
+    packed=updates.packed(batch, 2),
   )
   loop, *_ = (e for e in program.eqns if e.primitive.name == 'scan')
   kinds = [x.aval.dtype for x in loop.invars]

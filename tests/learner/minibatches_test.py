@@ -10,19 +10,20 @@ import pytest
 from stppo_jax.learner import minibatches
 from stppo_jax.learner import offline_losses
 from stppo_jax.learner import policy_loss
-from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import step
 from stppo_jax.rollout import pairs as pairs_lib
 from tests.learner import updates
 from tests.rl import batches
 
+# By the number of microbatches.
+_MODELS = {1: updates.sums, 4: updates.transformers}
 _FLOAT32, _BFLOAT16 = jnp.dtype('float32'), jnp.dtype('bfloat16')
 
 
 @functools.cache
 def _program(num_microbatches):
   """Returns the jaxpr of an update, and the shapes of what it returns."""
-  models = updates.transformers(dtype='bfloat16')
+  models = _MODELS[num_microbatches](dtype='bfloat16')
   batch = updates.batch(updates.sums())
   return jax.make_jaxpr(
     functools.partial(
@@ -46,10 +47,8 @@ def _program(num_microbatches):
 @functools.cache
 def _program_of_pairs():
   """Returns the jaxpr of an update on pairs."""
-  policy = updates.transformers(dtype='bfloat16').policy
-  start = state_lib.TrainState(
-    updates.train_state(updates.transformers()).policy, None
-  )
+  policy = updates.sums(dtype='bfloat16').policy
+  start = updates.train_state(updates.policy_alone())
   pairs = pairs_lib.packed(
     np.zeros((8, 2, 12), np.int32), np.ones((8, 2, 12), bool)
   )
@@ -98,7 +97,8 @@ def _read_and_carried(loop):
 def test_gradients_are_float32_of_every_weight(num_microbatches):
   _, (_, outputs) = _program(num_microbatches)
   found = outputs.diagnostics
-  state = updates.train_state(updates.transformers(dtype='bfloat16'))
+  models = _MODELS[num_microbatches]
+  state = updates.train_state(models(dtype='bfloat16'))
   for gradient, model in (
     (found.policy, state.policy),
     (found.value, state.value),
@@ -124,16 +124,15 @@ def test_weights_are_cast_before_the_loop(of_pairs):
   program = _program_of_pairs() if of_pairs else _program(4)[0]
   loop = _accumulation(program)
   consts, _ = _read_and_carried(loop)
-  for model in ('policy', 'value')[: 1 if of_pairs else 2]:
-    state = getattr(updates.train_state(updates.transformers()), model)
-    for leaf in jax.tree.leaves(state.params):
-      dtypes = {aval.dtype for aval in consts if aval.shape == leaf.shape}
-      assert dtypes == {_BFLOAT16}, leaf.shape
+  models = updates.policy_alone() if of_pairs else updates.transformers()
+  for leaf in jax.tree.leaves(updates.train_state(models).params):
+    dtypes = {aval.dtype for aval in consts if aval.shape == leaf.shape}
+    assert dtypes == {_BFLOAT16}, leaf.shape
 
 
 @pytest.mark.parametrize('count', [1, 3])
 def test_the_function_is_traced_once(count):
-  scale, traced = jnp.float32(2), []
+  scale, traced = np.float32(2), []
 
   def function(scale, microbatch):
     traced.append(microbatch)
@@ -145,14 +144,14 @@ def test_the_function_is_traced_once(count):
       rows_B2.reshape(-1, count, 2).swapaxes(0, 1),
     )
 
-  rows_B2 = jnp.arange(12.0).reshape(6, 2)
+  rows_B2 = np.arange(12, dtype=np.float32).reshape(6, 2)
   sums, outputs = jax.jit(total)(scale, rows_B2)
   assert len(traced) == 1
   parts = rows_B2.reshape(-1, count, 2).swapaxes(0, 1)
   np.testing.assert_array_equal(sums['sum'], 2 * parts.sum(0))
   np.testing.assert_array_equal(outputs, parts + 1)
   # A number from outside of the loop is differentiated as well.
-  slope = jax.grad(lambda x: total(x, rows_B2)[0]['sum'].sum())(scale)
+  slope = jax.jit(jax.grad(lambda x: total(x, rows_B2)[0]['sum'].sum()))(scale)
   assert slope == rows_B2.sum()
 
 

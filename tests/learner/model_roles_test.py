@@ -135,8 +135,10 @@ def _with_adapters(models):
 
   state = state_lib.TrainState(*(_model_state(trained(m)) for m in adapted[:2]))
 
+  merge = jax.jit(functools.partial(lora.merge, _LORA))
+
   def merged(model, params):
-    return _model_state(lora.merge(_LORA, model.join_params(frozen, params)))
+    return _model_state(merge(model.join_params(frozen, params)))
 
   whole = state_lib.TrainState(
     merged(adapted.policy, state.policy.params),
@@ -191,7 +193,7 @@ def _jitted(models):
 
 
 def _annotate(models, state, reference):
-  batch = updates.batch(updates.transformers())
+  batch = updates.batch(updates.sums())
   algorithm = batches.algorithm('st_ppo')
   return jax.device_get(
     _jitted(models)(state, batch, algorithm, reference=reference)

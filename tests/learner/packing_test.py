@@ -137,12 +137,15 @@ def _check(name, models, packings, tolerance, dtype=np.float32, **changes):
   compiled = updates.compiled(models, updates.method(algorithm))
   weighed = updates.hyperparameters(load_balance=0.1)
   inputs = updates.with_algorithm(weighed, algorithm)
-  result = lambda packed: updates.result(
-    *compiled(state, {}, batch, inputs, packed)
+  expected = updates.update(
+    algorithm,
+    batch.replace(loss_positions_BM=None),
+    models,
+    state=state,
+    hyperparameters=weighed,
   )
-  expected = result(None)
   for packed in packings:
-    found = result(packed)
+    found = updates.result(*compiled(state, {}, batch, inputs, packed))
     assert found.metrics.keys() == expected.metrics.keys()
     for key, value in expected.metrics.items():
       np.testing.assert_allclose(
@@ -240,12 +243,15 @@ def test_a_token_changes_its_own_trajectory_only(experts):
   )
   order = order[made.rows[0, 0]]
   assert made.num_rows < _B and len(order) == _B
-  before = _outputs(model)(batch.tokens_BL, batch, order, made)
+  outputs = lambda tokens_BL: jax.device_get(
+    _outputs(model)(tokens_BL, batch, order, made)
+  )
+  before = outputs(batch.tokens_BL)
   for number in range(_B):
     tokens_BL = batch.tokens_BL.copy()
     tokens_BL[number, : batch.lengths_B[number]] += 1
     tokens_BL %= model.config.vocab_size
-    after = _outputs(model)(tokens_BL, batch, order, made)
+    after = outputs(tokens_BL)
     for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after)):
       differs = np.any(np.reshape(x != y, (_B, -1)), axis=1)
       assert not differs[order != number].any()
@@ -280,6 +286,7 @@ def test_annotating_packed_rows_gives_the_same_batch(experts):
     )
     for packed in (None, updates.packed(batch, 2, row_length=_ROW))
   )
+  expected, found = jax.device_get((expected, found))
   text = np.arange(_L)[None] < batch.lengths_B[:, None]
   for name in ('values_BL', 'expert_ids'):
     x, y = (getattr(of, name) for of in (found[0], expected[0]))

@@ -45,25 +45,47 @@ def _by_hand(q_BLNH, k_BLKH, v_BLKH, window=100):
 @pytest.mark.parametrize('num_kv_heads', [1, 2, 4])
 def test_attention_by_hand(num_kv_heads):
   inputs = _inputs(2, 9, 4, num_kv_heads)
-  attend = jax.jit(
-    attention.causal_attention('xla', 9, lengths_B=None, mesh=None)
-  )
+  make = functools.partial(attention.causal_attention, 'xla', 9)
+  attend = jax.jit(lambda *x: make(lengths_B=None, mesh=None)(*x))
   np.testing.assert_allclose(attend(*inputs), _by_hand(*inputs), atol=1e-5)
 
 
-def _value_and_gradients(attend, inputs, lengths_B):
-  size = inputs[0].shape[1]
-  valid_BL11 = (np.arange(size)[None] < lengths_B[:, None])[..., None, None]
-  weights = np.random.default_rng(9).normal(size=inputs[0].shape)
+@functools.partial(jax.jit, static_argnums=0)
+def _results(make, inputs, weights, *others):
+  """Returns attention, and the gradients of its sum with these weights."""
 
   def loss(inputs):
-    mixed_BLNH = jnp.where(valid_BL11, attend(*inputs), 0)
+    mixed_BLNH = make(*others)(*inputs)
     return jnp.sum(mixed_BLNH * weights), mixed_BLNH
 
-  (_, mixed), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(
-    inputs
+  gradients, mixed_BLNH = jax.grad(loss, has_aux=True)(inputs)
+  return mixed_BLNH, *gradients
+
+
+def _weights(inputs, text_BL):
+  weights = np.random.default_rng(9).normal(size=inputs[0].shape)
+  return np.where(text_BL[..., None, None], weights, 0.0).astype(np.float32)
+
+
+def _definition(visible_BLL):
+  return lambda q, k, v: attention.attention(
+    q, k.swapaxes(1, 2), v.swapaxes(1, 2), visible_BLL
   )
-  return mixed, *gradients
+
+
+def _assert_equal_the_definition(make, inputs, lengths_B):
+  """Compares at text only; but what stands at padding has to be finite."""
+  rows, size = inputs[0].shape[:2]
+  of_rows = np.full(rows, size) if lengths_B is None else lengths_B
+  text_BL = np.arange(size)[None] < of_rows[:, None]
+  weights = _weights(inputs, text_BL)
+  mixed, *gradients = _results(make, inputs, weights, lengths_B)
+  assert np.isfinite(mixed).all()
+  visible_1LL = np.tri(size, dtype=bool)[None]
+  expected, *theirs = _results(_definition, inputs, weights, visible_1LL)
+  mixed, expected = (np.asarray(x)[text_BL] for x in (mixed, expected))
+  for x, y in zip((mixed, *gradients), (expected, *theirs)):
+    np.testing.assert_allclose(x, y, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -78,50 +100,25 @@ def _value_and_gradients(attend, inputs, lengths_B):
 def test_splash_equals_the_definition(size, num_heads, num_kv_heads, lengths):
   lengths_B = np.array(lengths, np.int32)
   inputs = _inputs(2, size, num_heads, num_kv_heads)
-  expected, found = (
-    _value_and_gradients(
-      make(size, lengths_B=lengths_B, mesh=None), inputs, lengths_B
-    )
-    for make in (attention.IMPLEMENTATIONS['xla'], _SPLASH)
-  )
-  for ours, theirs in zip(found, expected):
-    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+  make = lambda lengths_B: _SPLASH(size, lengths_B=lengths_B, mesh=None)
+  _assert_equal_the_definition(make, inputs, lengths_B)
 
 
-@pytest.mark.parametrize('lengths', [(9, 4, 0), None])
+@pytest.mark.parametrize('lengths', [(9, 4, 0, 9), None])
 def test_cudnn_gets_equivalent_arguments(lengths, monkeypatch):
   monkeypatch.setattr(jax.nn, 'dot_product_attention', cudnn.stand_in)
   lengths_B = None if lengths is None else np.array(lengths, np.int32)
-  inputs = _inputs(3, 9, 4, 2)
-  attend = attention.causal_attention(
+  make = lambda lengths_B: attention.causal_attention(
     'cudnn', 9, lengths_B=lengths_B, mesh=None
   )
-  mixed_BLNH = jax.jit(attend)(*inputs)
-  assert np.isfinite(mixed_BLNH).all()
-  expected, found = (
-    _value_and_gradients(
-      attention.causal_attention(name, 9, lengths_B=lengths_B, mesh=None),
-      inputs,
-      np.array(lengths or (9, 9, 9)),
-    )
-    for name in ('xla', 'cudnn')
-  )
-  for ours, theirs in zip(found, expected):
-    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+  _assert_equal_the_definition(make, _inputs(4, 9, 4, 2), lengths_B)
 
 
 def test_a_kernel_runs_on_shards_of_the_mesh():
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   lengths_B = np.array([4, 9, 1, 6], np.int32)
-  inputs = _inputs(4, 9, 4, 2)
-  expected, found = (
-    _value_and_gradients(
-      make(9, lengths_B=lengths_B, mesh=mesh), inputs, lengths_B
-    )
-    for make in (attention.IMPLEMENTATIONS['xla'], _SPLASH)
-  )
-  for ours, theirs in zip(found, expected):
-    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+  make = lambda lengths_B: _SPLASH(9, lengths_B=lengths_B, mesh=mesh)
+  _assert_equal_the_definition(make, _inputs(4, 9, 4, 2), lengths_B)
 
 
 @pytest.mark.slow
@@ -158,9 +155,9 @@ def test_a_model_uses_the_configured_attention(monkeypatch):
   lengths_B = np.array([6, 3], np.int32)
   hidden = {}
   for name in ('xla', 'splash'):
-    model = tiny.model(attention=name)
-    hidden[name] = jax.jit(model.hidden)(
-      tiny.params(model), tokens_BL, lengths_B=lengths_B
+    model = tiny.model(attention=name, num_layers=1)
+    hidden[name] = np.asarray(
+      jax.jit(model.hidden)(tiny.params(model), tokens_BL, lengths_B=lengths_B)
     )
   for b, length in enumerate(lengths_B):
     np.testing.assert_allclose(
@@ -246,29 +243,19 @@ def test_segments_do_not_see_each_other(make, devices, window, monkeypatch):
   )
   # There is a number without a segment.
   segments = attention.Segments(_SEGMENTS, _POSITIONS, 5, 22)
-  attend = make(
+  alone = lambda: make(
     22, lengths_B=None, mesh=mesh, segments=segments, window=window % 100
   )
   text = _SEGMENTS > 0
-  weights = np.random.default_rng(1).normal(size=inputs[0].shape)
-  weights = np.where(text[..., None, None], weights, 0.0).astype(np.float32)
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def found(attend, inputs):
-    loss = lambda x: (jnp.sum(attend(*x) * weights), attend(*x))
-    return jax.grad(loss, has_aux=True)(inputs)
-
-  gradients, mixed = found(attend, inputs)
+  weights = _weights(inputs, text)
+  mixed, *gradients = _results(alone, inputs, weights)
   np.testing.assert_allclose(
-    mixed[text], _segments_alone(inputs, window)[text], atol=1e-5
+    np.asarray(mixed)[text], _segments_alone(inputs, window)[text], atol=1e-5
   )
   visible = (_SEGMENTS[:, :, None] == _SEGMENTS[:, None]) & np.tri(
     22, dtype=bool
   )
   visible &= ~np.tri(22, k=-window, dtype=bool)
-  definition = lambda q, k, v: attention.attention(
-    q, k.swapaxes(1, 2), v.swapaxes(1, 2), visible
-  )
-  expected, _ = found(definition, inputs)
+  _, *expected = _results(_definition, inputs, weights, visible)
   for ours, theirs in zip(gradients, expected):
     np.testing.assert_allclose(ours, theirs, atol=2e-5)

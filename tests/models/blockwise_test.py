@@ -21,7 +21,7 @@ _H = 8
 _ROWS, _HEADS = activations.ROWS, activations.TENSOR
 
 
-def _inputs(size, num_heads, num_kv_heads, *, rows=2, dtype=np.float32):
+def _inputs(size, num_heads, num_kv_heads, *, rows=4, dtype=np.float32):
   rng = np.random.default_rng(size)
   return tuple(
     rng.normal(size=(rows, size, heads, _H)).astype(dtype)
@@ -29,33 +29,39 @@ def _inputs(size, num_heads, num_kv_heads, *, rows=2, dtype=np.float32):
   )
 
 
-def _definition(q_BLNH, k_BLKH, v_BLKH, window=0, ids_BL=None):
-  size = q_BLNH.shape[1]
-  causal_1LL = jnp.tril(jnp.ones((1, size, size), bool))
-  if window:
-    causal_1LL &= ~jnp.tril(causal_1LL, -window)
-  if ids_BL is not None:
-    causal_1LL = causal_1LL & (ids_BL[:, :, None] == ids_BL[:, None])
+def _definition(q_BLNH, k_BLKH, v_BLKH, visible_BLL):
   k_BKLH, v_BKLH = (x.swapaxes(1, 2) for x in (k_BLKH, v_BLKH))
-  return attention.attention(q_BLNH, k_BKLH, v_BKLH, causal_1LL)
+  return attention.attention(q_BLNH, k_BKLH, v_BKLH, visible_BLL)
 
 
-def _loss(attend):
+def _loss(mixed):
   """Returns a sum that weighs every number of the result differently."""
+  weights = np.random.default_rng(9).normal(size=mixed.shape)
+  return jnp.sum(mixed * weights.astype(np.float32))
 
+
+@functools.partial(jax.jit, static_argnums=0)
+def _results(attend, inputs, text_BL, *others):
   def loss(inputs):
-    mixed = attend(*inputs)
-    weights = np.random.default_rng(9).normal(size=mixed.shape)
-    return jnp.sum(mixed * weights.astype(np.float32)), mixed
+    mixed = jnp.where(text_BL[..., None, None], attend(*inputs, *others), 0)
+    return _loss(mixed), mixed
 
-  return loss
+  (_, mixed), gradients = jax.value_and_grad(loss, has_aux=True)(inputs)
+  return mixed, *gradients
 
 
 def _found(attend, inputs):
-  (_, mixed), gradients = jax.jit(
-    jax.value_and_grad(_loss(attend), has_aux=True)
-  )(inputs)
-  return mixed, *gradients
+  return _results(attend, inputs, np.ones(inputs[0].shape[:2], bool))
+
+
+def _expected(inputs, window=0, ids_BL=None):
+  size = inputs[0].shape[1]
+  if ids_BL is None:
+    ids_BL = np.ones(inputs[0].shape[:2], int)
+  hidden_LL = np.tri(size, k=-(window or size), dtype=bool)
+  visible_BLL = ids_BL[:, :, None] == ids_BL[:, None]
+  visible_BLL &= np.tri(size, dtype=bool) & ~hidden_LL
+  return _results(_definition, inputs, ids_BL > 0, visible_BLL)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,7 @@ def _found(attend, inputs):
     # Four, the last shorter.
     pytest.param(22, 7, 4, 1, 0, marks=pytest.mark.slow),
     pytest.param(9, 1, 2, 2, 0, marks=pytest.mark.slow),  # each token alone
-    (9, 9, 6, 2, 0),  # one
+    (45, 45, 4, 2, 0),  # one
     # Windows of one tile, one more and one less, and of several.
     (45, 8, 4, 2, 9),
     *(
@@ -87,9 +93,7 @@ def test_tiles_equal_the_definition(
   inputs[1][:, size // 2] *= 4
   attend = blockwise.attend(size, tile, None, window=window)
   mixed, *gradients = _found(attend, inputs)
-  expected, *expected_gradients = _found(
-    functools.partial(_definition, window=window), inputs
-  )
+  expected, *expected_gradients = _expected(inputs, window)
   np.testing.assert_allclose(mixed, expected, rtol=1e-6, atol=1e-6)
   for ours, theirs in zip(gradients, expected_gradients, strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -100,7 +104,7 @@ def test_tiles_equal_the_definition(
 )
 def test_packed_sequences_equal_the_definition(window):
   # Six tiles of 8: sequences within a tile, over its edge and over all tiles.
-  lengths = ((11, 3, 25), (30, 15), (2, 2, 4, 9))
+  lengths = ((11, 3, 25), (30, 15), (2, 2, 4, 9), ())
   ids_BL = np.array(
     [
       np.pad(
@@ -109,52 +113,44 @@ def test_packed_sequences_equal_the_definition(window):
       for n, row in enumerate(lengths)
     ]
   )
-  inputs = _inputs(45, 4, 2, rows=3)
-  tiles = blockwise.attend(45, 8, None, ids_BL, window)
-  by_definition = functools.partial(_definition, window=window, ids_BL=ids_BL)
-
-  def of_text(attend):
-    return lambda *x: jnp.where(ids_BL[..., None, None] > 0, attend(*x), 0.0)
-
-  for ours, theirs in zip(
-    _found(of_text(tiles), inputs),
-    _found(of_text(by_definition), inputs),
-    strict=True,
-  ):
-    for x, y in zip(ours, theirs, strict=True):
-      np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+  inputs = _inputs(45, 4, 2)
+  tiles = lambda *x: blockwise.attend(45, 8, None, ids_BL, window)(*x)
+  found = _results(tiles, inputs, ids_BL > 0)
+  for x, y in zip(found, _expected(inputs, window, ids_BL), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_tiles_that_share_no_sequence_are_not_computed():
   # Three sequences fill the tiles 0 to 1, 2 to 3 and 4 to 5 of one row, and
   # most of the other row is padding.
   ids_BL = np.repeat([[1, 2, 3], [4, 0, 0]], 16, axis=1)
-  inputs = _inputs(48, 4, 2)
-  attend = jax.jit(blockwise.attend(48, 8, None, ids_BL))
-  expected = np.array(attend(*inputs))
+  inputs = _inputs(48, 4, 2, rows=2)
+
+  def loss(inputs):
+    mixed = blockwise.attend(48, 8, None, ids_BL)(*inputs)
+    return jnp.sum(mixed[0, 16:]), mixed
+
+  results = jax.jit(jax.grad(loss, has_aux=True))
+  expected = np.asarray(results(inputs)[1])
   # A weight of 0 would make NaN of NaN.
   inputs[2][:, :16] = np.nan
-  found = np.array(attend(*inputs))
+  gradients, found = jax.tree.map(np.asarray, results(inputs))
   np.testing.assert_array_equal(found[0, 16:], expected[0, 16:])
   assert np.isnan(found[0, :16]).all()
-
-  def loss(q, k, v):
-    return jnp.sum(attend(q, k, v)[0, 16:])
-
-  gradients = jax.grad(loss, argnums=(0, 1, 2))(*inputs)
   assert all(np.isfinite(x[0, 16:]).all() for x in gradients)
 
 
 def test_sums_are_in_float32():
-  inputs = _inputs(64, 4, 2, dtype=jnp.bfloat16)
-  exact = _found(_definition, [x.astype(jnp.float32) for x in inputs])
-  for ours, theirs in zip(
-    _found(blockwise.attend(64, 4, None), inputs), exact, strict=True
-  ):
+  inputs = _inputs(45, 4, 2, dtype=jnp.bfloat16)
+  exact = _expected(tuple(x.astype(np.float32) for x in inputs))
+  found = _found(blockwise.attend(45, 3, None), inputs)
+  for ours, theirs in zip(found, exact, strict=True):
     assert ours.dtype == jnp.bfloat16
     scale = np.abs(theirs).max()
     np.testing.assert_allclose(
-      ours.astype(np.float32) / scale, theirs / scale, atol=2**-7
+      np.asarray(ours, np.float32) / scale,
+      np.asarray(theirs) / scale,
+      atol=2**-7,
     )
 
 
@@ -174,7 +170,7 @@ def _compiled(size, num_heads, num_kv_heads, mesh):
     constrained = (
       activations.constrain(x, mesh, _ROWS, None, _HEADS) for x in inputs
     )
-    return _loss(attend)(constrained)[0]
+    return _loss(attend(*constrained))
 
   out_shardings = None
   if mesh is not None:
@@ -230,7 +226,9 @@ def test_many_tiles_are_one_loop(size, tiles, loops):
   assert text.count('stablehlo.while') == loops
   assert text.count('stablehlo.exponential') == tiles + loops
   if tiles == 1 and not loops:
-    np.testing.assert_array_equal(attend(*inputs), _definition(*inputs))
+    np.testing.assert_array_equal(
+      attend(*inputs), _definition(*inputs, np.tri(size, dtype=bool)[None])
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,10 +252,7 @@ def test_tiles_need_no_communication_between_devices(
 
 def test_devices_that_share_heads_compute_the_same():
   mesh = mesh_lib.make_mesh(data=2, tensor=4, fsdp=1)
-  inputs = _inputs(22, 4, 2)
-  for ours, theirs in zip(
-    _found(blockwise.attend(22, 7, mesh), inputs),
-    _found(_definition, inputs),
-    strict=True,
-  ):
+  inputs = _inputs(45, 4, 2)
+  found = _found(blockwise.attend(45, 12, mesh), inputs)
+  for ours, theirs in zip(found, _expected(inputs), strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

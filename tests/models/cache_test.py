@@ -1,7 +1,6 @@
 """Reading from a cache, compared with one pass over the whole sequence."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,10 +16,14 @@ def _tokens(seed=0, shape=(_B, _L)):
   return np.random.default_rng(seed).integers(0, 11, shape).astype(np.int32)
 
 
+def _shapes(make, *args):
+  return jax.eval_shape(lambda: make(*args))
+
+
 def _poisoned(model, rows=_B):
   """Returns an empty cache with garbage in place of zeros."""
-  empty = cache_lib.empty(model.config, rows * _N, _SIZE)
-  return jax.tree.map(lambda x: jnp.full_like(x, 1e3), empty)
+  empty = _shapes(cache_lib.empty, model.config, rows * _N, _SIZE)
+  return jax.tree.map(lambda x: np.full(x.shape, 1e3, x.dtype), empty)
 
 
 # Other numbers of heads read from caches in parity_test.py.
@@ -52,6 +55,7 @@ def test_reading_in_random_chunks_equals_one_pass(num_kv_heads):
         counts_B,
         num_pages=needed,
       )
+      hidden_BCD = np.asarray(hidden_BCD)
       for b, (length, count) in enumerate(zip(lengths_B, counts_B)):
         np.testing.assert_allclose(
           hidden_BCD[b, :count],
@@ -87,31 +91,40 @@ def test_more_pages_than_needed_change_no_bit():
     jax.tree.map(np.testing.assert_array_equal, other, found[0])
   # Pages that are not needed are not even read.
   others = tiny.table(cache, _B)[:, 1:]
-  cache = jax.tree.map(lambda x: x.at[others].set(jnp.nan), cache)
+  cache = jax.tree.map(np.array, cache)
+  for x in jax.tree.leaves(cache):
+    x[others] = np.nan
   hidden_BCD, _ = tiny.read_on(
     model, params, further_BC, cache, counts_B, counts_B, num_pages=1
   )
   np.testing.assert_array_equal(hidden_BCD, found[0][0])
 
 
+def _store(cache, cases):
+  """Returns a cache for each case, traced anew for the platform."""
+  stored = lambda cache, cases: [cache_lib.store(cache, *x) for x in cases]
+  return jax.jit(stored)(cache, cases)
+
+
 @pytest.mark.parametrize('platform', ['cpu', 'gpu'])
 def test_storing_equals_a_plain_loop(platform, monkeypatch):
   monkeypatch.setattr(cache_lib.mesh_lib, 'platform', lambda mesh: platform)
   model = tiny.model()
-  cache = jax.tree.map(np.asarray, _poisoned(model))
+  cache = _poisoned(model)
   rng = np.random.default_rng(0)
+  cases = []
   for C in (1, 4, 12):  # within a page, and up to all three
     recent = jax.tree.map(
       lambda x: rng.normal(size=x.shape).astype(np.float32),
-      cache_lib.nothing_recent(model.config, _B, C),
+      _shapes(cache_lib.nothing_recent, model.config, _B, C),
     )
     lengths_B = rng.integers(0, _N * _SIZE - C + 1, _B)
     counts_B = rng.integers(0, C + 1, _B)
     table_BN = rng.permutation(_B * _N).reshape(_B, _N).astype(np.int32)
     table_BN[1] = cache_lib.NO_PAGE  # nothing of this row is stored
-    stored = jax.jit(cache_lib.store)(
-      cache, recent, table_BN, lengths_B, counts_B
-    )
+    cases.append((recent, table_BN, lengths_B, counts_B))
+  for stored, case in zip(_store(cache, cases), cases):
+    recent, table_BN, lengths_B, counts_B = case
     for found, old, layer in zip(stored, cache, recent):
       for part in (0, 1):
         expected = np.array(old[part])
@@ -131,7 +144,7 @@ def test_storing_equals_a_plain_loop(platform, monkeypatch):
   ],
 )
 def test_a_scatter_stores_what_the_loop_stores(mixture, cache, monkeypatch):
-  shape = tiny.MIXED if mixture else {}
+  shape = tiny.MIXED | dict(num_layers=2) if mixture else {}
   model = tiny.model(**shape, num_heads=4, num_kv_heads=2, cache=cache)
   rng = np.random.default_rng(0)
   drawn = lambda tree: jax.tree.map(
@@ -141,13 +154,14 @@ def test_a_scatter_stores_what_the_loop_stores(mixture, cache, monkeypatch):
   table_BN = rng.permutation(B * N).reshape(B, N).astype(np.int32)
   table_BN[1], table_BN[2, 2] = cache_lib.NO_PAGE, cache_lib.NO_PAGE
   lengths_B = np.array([0, 3, 9, N * size, N * size - 2, 7])
-  pages = drawn(cache_lib.empty(model.config, B * N, size))
+  pages = drawn(_shapes(cache_lib.empty, model.config, B * N, size))
+  cases = []
   for C in (1, 11):
-    recent = drawn(cache_lib.nothing_recent(model.config, B, C))
+    recent = drawn(_shapes(cache_lib.nothing_recent, model.config, B, C))
     counts_B = rng.integers(0, C + 1, B)
-    found = []
-    for platform in ('cpu', 'gpu'):
-      monkeypatch.setattr(cache_lib.mesh_lib, 'platform', lambda _: platform)
-      store = jax.jit(lambda *inputs: cache_lib.store(*inputs))
-      found.append(store(pages, recent, table_BN, lengths_B, counts_B))
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    cases.append((recent, table_BN, lengths_B, counts_B))
+  found = []
+  for platform in ('cpu', 'gpu'):
+    monkeypatch.setattr(cache_lib.mesh_lib, 'platform', lambda _: platform)
+    found.append(_store(pages, cases))
+  jax.tree.map(np.testing.assert_array_equal, *found)

@@ -9,10 +9,12 @@ from stppo_jax.models import heads
 
 _HIDDEN = np.array([[[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]], np.float32)
 _TOKENS = np.array([[1, 1, 0]], np.int32)
+_SCALAR = np.array([[2.0], [-3.0]], np.float32)
 _OUTPUT = np.array([[0.0, 0.0], [np.log(3.0), np.log(2.0)]], np.float32)
 _logprobs_and_entropy = jax.jit(
   heads.token_logprobs_and_entropy, static_argnames='temperature'
 )
+_values = jax.jit(heads.token_values, static_argnames='bounds')
 
 
 @pytest.mark.parametrize(('temperature', 'odds'), [(1.0, 3.0), (0.5, 9.0)])
@@ -20,6 +22,7 @@ def test_logprobs_and_entropy_stand_at_their_token(temperature, odds):
   logprobs_BL, entropy_BL = _logprobs_and_entropy(
     _HIDDEN, _OUTPUT, _TOKENS, temperature=temperature
   )
+  logprobs_BL, entropy_BL = np.asarray(logprobs_BL), np.asarray(entropy_BL)
   # After (1, 0) the odds of token 1 are 3, after (0, 1) they are 2; a
   # temperature of one half squares both. The last state predicts nothing.
   second = 2.0 ** (1 / temperature)
@@ -32,7 +35,7 @@ def test_logprobs_and_entropy_stand_at_their_token(temperature, odds):
 
 
 def test_a_value_uses_the_state_before_its_token():
-  values = heads.token_values(_HIDDEN, jnp.array([[2.0], [-3.0]]), _TOKENS)
+  values = _values(_HIDDEN, _SCALAR, _TOKENS)
   np.testing.assert_array_equal(values.values_BL, [[0.0, 2.0, -3.0]])
   assert values.logprobs_BLY is None
 
@@ -41,16 +44,17 @@ def test_a_value_uses_the_state_before_its_token():
 def test_a_categorical_value_is_the_mean_of_its_bins(positions_BM):
   head_DY = np.array([[0.3, -1.0, 2.0], [1.5, 0.0, -0.4]], np.float32)
   places = [1, 2] if positions_BM is None else [2]
-  values_BL, logprobs_BLY = heads.token_values(
+  values = _values(
     # Only the state before token 2 is given; 3 is filler.
-    _HIDDEN if positions_BM is None else np.asarray(_HIDDEN)[:, 1:],
+    _HIDDEN if positions_BM is None else _HIDDEN[:, 1:],
     head_DY,
     _TOKENS,
     loss_positions_BM=positions_BM,
     bounds=(-2.0, 4.0),
   )
+  values_BL, logprobs_BLY = map(np.asarray, values)
   for place in range(3):
-    p = np.exp(np.asarray(_HIDDEN)[0, place - 1] @ head_DY)
+    p = np.exp(_HIDDEN[0, place - 1] @ head_DY)
     p = p / p.sum() if place in places else np.ones(3)
     np.testing.assert_allclose(np.exp(logprobs_BLY[0, place]), p, rtol=1e-6)
     wanted = -2 * p[0] + p[1] + 4 * p[2] if place in places else 0
@@ -59,10 +63,11 @@ def test_a_categorical_value_is_the_mean_of_its_bins(positions_BM):
 
 def test_everything_is_float32_from_the_logits_on():
   hidden = _HIDDEN.astype(jnp.bfloat16)
+  arrays = hidden, _OUTPUT, _TOKENS
   outputs = (
-    heads.logits(hidden, _OUTPUT),
-    *_logprobs_and_entropy(hidden, _OUTPUT, _TOKENS, temperature=1.0),
-    heads.token_values(hidden, jnp.array([[2.0], [-3.0]]), _TOKENS).values_BL,
+    jax.eval_shape(heads.logits, hidden, _OUTPUT),
+    *jax.eval_shape(lambda: _logprobs_and_entropy(*arrays, temperature=1.0)),
+    jax.eval_shape(_values, hidden, _SCALAR, _TOKENS).values_BL,
   )
   assert all(output.dtype == jnp.float32 for output in outputs)
 
@@ -74,17 +79,19 @@ def test_values_are_not_rounded_to_the_dtype_of_the_states():
     for shape in ((2, 9, 64), (64, 1))
   )
   tokens_BL = np.zeros((2, 9), np.int32)
-  values_BL, _ = jax.jit(heads.token_values)(hidden_BLD, scalar_D1, tokens_BL)
+
+  def total(*arrays):
+    values_BL = heads.token_values(*arrays, tokens_BL).values_BL
+    return jnp.sum(values_BL), values_BL
+
+  gradients = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+  gradient, values_BL = jax.tree.map(
+    np.asarray, gradients(hidden_BLD, scalar_D1)
+  )
   wanted_BL = (
     hidden_BLD[:, :-1].astype(np.float32) @ scalar_D1.astype(np.float32)
   )[..., 0]
   np.testing.assert_allclose(values_BL[:, 1:], wanted_BL, rtol=1e-5, atol=1e-5)
-  gradient = jax.jit(
-    jax.grad(
-      lambda *args: jnp.sum(heads.token_values(*args, tokens_BL).values_BL),
-      argnums=(0, 1),
-    )
-  )(hidden_BLD, scalar_D1)
   assert [x.dtype for x in gradient] == [jnp.bfloat16] * 2
   np.testing.assert_allclose(
     gradient[1][:, 0].astype(np.float32),

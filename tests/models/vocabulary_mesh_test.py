@@ -78,6 +78,28 @@ def _jitted(kind, mesh):
   return jax.jit(_function(kind, mesh), compiler_options=compilations.QUICK)
 
 
+def _lowered(kind, axes):
+  """Returns a program for a mesh, and what it is called with."""
+  mesh = mesh_lib.make_mesh(
+    **dict(zip(('data', 'fsdp', 'tensor'), axes, strict=True))
+  )
+  placed, (rows, matrix, *_) = _placed(mesh, _arguments())
+  jitted = jax.jit(
+    _function(kind, mesh),
+    out_shardings=((None, rows), (rows, matrix)),
+    compiler_options=compilations.QUICK,
+  )
+  return jitted.lower(*placed), placed
+
+
+@functools.cache
+def _compiled(kind, axes):
+  """Returns the text of a program, the program compiled, and its results."""
+  lowered, placed = _lowered(kind, axes)
+  compiled = lowered.compile()
+  return lowered.as_text(), compiled, jax.device_get(compiled(*placed))
+
+
 def _assert_same(actual, expected):
   """Compares results and gradients; in the total, terms cancel."""
   (_, found), gradients = jax.device_get(actual)
@@ -99,12 +121,8 @@ def _assert_same(actual, expected):
   ],
 )
 def test_many_devices_equal_one(kind, axes):
-  mesh = mesh_lib.make_mesh(
-    **dict(zip(('data', 'fsdp', 'tensor'), axes, strict=True))
-  )
-  arguments = _arguments()
-  placed, _ = _placed(mesh, arguments)
-  _assert_same(_jitted(kind, mesh)(*placed), _jitted(kind, None)(*arguments))
+  *_, found = _compiled(kind, axes)
+  _assert_same(found, _jitted(kind, None)(*_arguments()))
 
 
 @pytest.mark.parametrize(('entries', 'rows'), [(511, _B), (_V, 3)])
@@ -118,32 +136,19 @@ def test_dimensions_that_an_axis_does_not_divide_are_replicated(entries, rows):
 
 
 def test_what_is_added_to_scatter_a_sum_changes_no_number(monkeypatch):
-  mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
-  placed, _ = _placed(mesh, _arguments())
-  gradient = lambda: jax.jit(
-    _function('entropy', mesh), compiler_options=compilations.QUICK
-  ).lower(*placed)
-  own = gradient()
+  own, _, expected = _compiled('entropy', (2, 2, 2))
   monkeypatch.setattr(mesh_lib, 'platform', lambda mesh: 'tpu')
-  filled = gradient()
+  filled, placed = _lowered('entropy', (2, 2, 2))
   # A device has half of the entries. Their sum is scattered in whole blocks.
   assert '1024x8xf32' in filled.as_text()
-  assert '1024x8xf32' not in own.as_text()
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    *(jax.device_get(x.compile()(*placed)) for x in (own, filled)),
-  )
+  assert '1024x8xf32' not in own
+  found = filled.compile()(*placed)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize('kind', _KINDS)
 def test_no_logits_are_sent_and_the_matrix_is_sent_once_a_pass(kind):
-  mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
-  placed, (rows, matrix, *_) = _placed(mesh, _arguments())
-  compiled = (
-    jax.jit(_function(kind, mesh), out_shardings=((None, rows), (rows, matrix)))
-    .lower(*placed)
-    .compile()
-  )
+  _, compiled, _ = _compiled(kind, (2, 2, 2))
   # The chunk of a device that has half of the entries.
   chunk = _CHUNK * _V // 2
   assert shapes.largest(compiled) == chunk

@@ -42,7 +42,7 @@ def _twin(hidden, output, tokens, asked):
 
 
 @functools.cache
-def _value_and_gradient(chunk, asks=True):
+def _value_and_gradient(chunk, asks):
   def total(hidden, output, tokens, of_logprobs, of_entropy, positions):
     found = heads.token_logprobs_and_entropy(
       hidden,
@@ -69,14 +69,14 @@ def test_results_and_gradients_equal_a_float64_loop(chunk, asks):
   arguments = _arguments()
   hidden, output, tokens, *of = arguments
   asked = _ASKED if asks else np.broadcast_to(_EVERYWHERE, _ASKED.shape)
-  (_, found), gradients = _value_and_gradient(chunk, asks)(
-    *arguments, _POSITIONS
+  (_, found), gradients = jax.device_get(
+    _value_and_gradient(chunk, asks)(*arguments, _POSITIONS)
   )
   expected = _twin(hidden, output, tokens, asked)
   for x, e in zip(found, expected, strict=True):
     assert x.dtype == jnp.float32
     np.testing.assert_allclose(x, e, atol=2e-6)
-    assert not np.any(np.asarray(x)[~asked])
+    assert not np.any(x[~asked])
 
   def total(hidden, output):
     found = _twin(hidden, output, tokens, asked)
@@ -99,12 +99,13 @@ def test_results_and_gradients_equal_a_float64_loop(chunk, asks):
 @pytest.mark.parametrize('poison', [np.nan, np.inf])
 def test_tokens_outside_loss_positions_have_no_influence(chunk, poison):
   hidden, output, tokens, *of = _arguments()
-  clean = _value_and_gradient(chunk)(hidden, output, tokens, *of, _POSITIONS)
+  run = _value_and_gradient(chunk, True)
+  clean = run(hidden, output, tokens, *of, _POSITIONS)
   before = np.roll(_ASKED, -1, axis=1)  # states before loss positions
   hidden = np.where(before[..., None], hidden, np.float32(poison))
   tokens = np.where(_ASKED, tokens, np.int32(2**31 - 1))
   of = [np.where(_ASKED, o, np.float32(poison)) for o in of]
-  found = _value_and_gradient(chunk)(hidden, output, tokens, *of, _POSITIONS)
+  found = run(hidden, output, tokens, *of, _POSITIONS)
   jax.tree.map(np.testing.assert_array_equal, found, clean)
   assert not np.any(np.asarray(found[1][0])[~before])
 
@@ -113,9 +114,9 @@ def test_results_at_an_extreme_temperature_are_finite():
   hidden, output, tokens, *of = _arguments()
   arguments = (1e4 * hidden, output, tokens, *of, _POSITIONS)
   # Tests compile with fewer passes, which cost the last bits.
-  run = _value_and_gradient(2 * _B).lower(*arguments)
+  run = _value_and_gradient(2 * _B, True).lower(*arguments)
   run = run.compile({'xla_backend_optimization_level': 3})
-  (_, (logprobs, entropy)), gradients = run(*arguments)
+  (_, (logprobs, entropy)), gradients = jax.device_get(run(*arguments))
   jax.tree.map(lambda x: np.testing.assert_(np.isfinite(x).all()), gradients)
   assert np.max(np.abs(entropy)) < 1e-6
   assert np.all(logprobs < 1e-6)
@@ -124,7 +125,7 @@ def test_results_at_an_extreme_temperature_are_finite():
 def test_products_take_the_dtype_of_the_states():
   hidden, output, tokens, *of = _arguments()
   rounded = hidden.astype(jnp.bfloat16)
-  run = _value_and_gradient(2 * _B)
+  run = _value_and_gradient(2 * _B, True)
   (_, found), gradients = run(rounded, output, tokens, *of, _POSITIONS)
   assert [x.dtype.name for x in found] == ['float32'] * 2
   assert [x.dtype.name for x in gradients] == ['bfloat16', 'float32']
@@ -138,9 +139,7 @@ def test_products_take_the_dtype_of_the_states():
   for x, e in zip(found, expected, strict=True):
     np.testing.assert_allclose(x, e, atol=2e-6)
   for x, e in zip(gradients, exact, strict=True):
-    np.testing.assert_allclose(
-      x.astype(np.float32), e, atol=2e-2 * np.abs(e).max()
-    )
+    np.testing.assert_allclose(np.float32(x), e, atol=2e-2 * np.abs(e).max())
 
 
 def test_logits_of_all_tokens_are_never_formed():

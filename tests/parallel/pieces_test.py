@@ -64,7 +64,7 @@ def test_products_with_pieces_equal_those_with_matrices(
   )
   assert describe(cut) == describe(pieces.cut(shapes, mesh))
 
-  layer, drawn_layer = cut['layers'][0], drawn['layers'][0]
+  layer = cut['layers'][0]
   found = {name: layer[name]['kernel'] for name in _KERNELS}
   found |= {'lm_head': cut['lm_head'], 'embedding': cut['embedding']}
   # A piece has 384 bytes on each device, one of `lm_head` 512, and one of
@@ -85,23 +85,21 @@ def test_products_with_pieces_equal_those_with_matrices(
   close = {'rtol': 1e-5, 'atol': 1e-5}
   if dtype == jnp.bfloat16:
     close = {'rtol': 2e-2, 'atol': 2e-2}
-  for name in _KERNELS:
-    matrix = jnp.asarray(drawn_layer[name]['kernel'])
-    x = jax.random.normal(jax.random.key(1), (3, len(matrix)), dtype)
-    result = jax.jit(functools.partial(pieces.product, join=join))(
-      x, layer[name]['kernel']
-    )
-    assert result.dtype == dtype
-    np.testing.assert_allclose(
-      np.asarray(result, np.float32),
-      np.asarray(x @ matrix.astype(dtype), np.float32),
-      **close,
-    )
-  x = jax.random.normal(jax.random.key(1), (3, 32), dtype)
-  result = jax.jit(chunks.logits)(x, cut['lm_head'])
-  np.testing.assert_allclose(
-    np.asarray(result), chunks.logits(x, jnp.asarray(drawn['lm_head'])), **close
-  )
+  matrices = {name: drawn['layers'][0][name]['kernel'] for name in _KERNELS}
+  matrices['lm_head'] = drawn['lm_head'].T
+  rows = {
+    name: rng.standard_normal((3, len(matrix)), np.float32).astype(dtype)
+    for name, matrix in matrices.items()
+  }
+  product = functools.partial(pieces.product, join=join)
+  functions = dict.fromkeys(_KERNELS, product) | {'lm_head': chunks.logits}
+  results = jax.jit(
+    lambda *trees: {n: f(*(x[n] for x in trees)) for n, f in functions.items()}
+  )(rows, found)
+  for name, matrix in matrices.items():
+    assert results[name].dtype == (np.float32 if name == 'lm_head' else dtype)
+    expected = np.float32(rows[name]) @ np.float32(matrix.astype(dtype))
+    np.testing.assert_allclose(np.float32(results[name]), expected, **close)
 
 
 def _sizes(x):

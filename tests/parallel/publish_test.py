@@ -55,7 +55,8 @@ def _copied(params):
 
 
 def _cut(params):
-  """Returns weights with a tree for each layer."""
+  """Returns weights, as numpy arrays, with a tree for each layer."""
+  params = jax.device_get(params)
   layer = lambda n: jax.tree.map(lambda x: x[n], params['layers'])
   return {**params, 'layers': tuple(layer(n) for n in range(_LAYERS))}
 

@@ -16,35 +16,30 @@ GAMMA_TURN, LAMBDA_TURN = 0.8, 0.6
 FIELDS = ('advantages_BL', 'returns_BL', 'value_mask_BL')
 
 
+OPTIONS = {
+  'whiten': 'none',
+  'steps': 'token',
+  'observation_tokens': 'skipped',
+  'critic_tokens': 'policy',
+  'gamma': GAMMA,
+  'lambda_': LAMBDA,
+  'gamma_turn': GAMMA_TURN,
+  'lambda_turn': LAMBDA_TURN,
+}
+
+
 @functools.partial(
   jax.jit,
   static_argnames=('whiten', 'steps', 'observation_tokens', 'critic_tokens'),
 )
-def _estimate(
-  batch,
-  whiten='none',
-  steps='token',
-  observation_tokens='skipped',
-  critic_tokens='policy',
-  gamma=GAMMA,
-  lambda_=LAMBDA,
-  gamma_turn=GAMMA_TURN,
-  lambda_turn=LAMBDA_TURN,
-):
+def _jitted(batch, **options):
   return advantages.estimate_advantages(
-    batch.rewards_BL,
-    batch,
-    name='gae',
-    gamma=gamma,
-    lambda_=lambda_,
-    steps=steps,
-    observation_tokens=observation_tokens,
-    critic_tokens=critic_tokens,
-    gamma_turn=gamma_turn,
-    lambda_turn=lambda_turn,
-    whiten=whiten,
-    num_turns=batches.T,
+    batch.rewards_BL, batch, name='gae', num_turns=batches.T, **options
   )
+
+
+def _estimate(batch, **changes):
+  return jax.tree.map(np.asarray, _jitted(batch, **(OPTIONS | changes)))
 
 
 def _agree(one, other, fields=FIELDS):
@@ -55,7 +50,7 @@ def _agree(one, other, fields=FIELDS):
 
 
 def test_a_reward_between_steps_belongs_to_the_step_before():
-  out = gae.gae(
+  out = jax.jit(gae.gae)(
     np.array([[0.0, 3.0, 1.0]]),
     np.zeros((1, 3)),
     np.array([[True, False, True]]),
@@ -157,9 +152,10 @@ def test_whitening_all_includes_observation_tokens():
   assert (response & ~mask).sum() > 5
   plain = advantage_twins.over_tokens(batch, response, GAMMA, LAMBDA)
   expected = np.where(mask, twins.whiten(plain, response), 0)
-  actual = _estimate(batch, 'all', observation_tokens='included')
+  included = {'observation_tokens': 'included'}
+  actual = _estimate(batch, whiten='all', **included)
   np.testing.assert_allclose(actual.advantages_BL, expected, rtol=1e-10)
-  policy = _estimate(batch, 'policy', observation_tokens='included')
+  policy = _estimate(batch, whiten='policy', **included)
   assert np.abs(actual.advantages_BL - policy.advantages_BL).max() > 0.01
   _agree(actual, policy, ('returns_BL', 'value_mask_BL'))
 
@@ -175,9 +171,10 @@ def test_poison_outside_the_response_changes_nothing_if_included():
     rewards_BL=batches.poison_array(batch.rewards_BL, mask, np.nan),
   )
   for whiten in masking.WHITENS:
+    options = {'whiten': whiten, 'observation_tokens': 'included'}
     np.testing.assert_array_equal(
-      _estimate(poisoned, whiten, 'token', 'included').advantages_BL,
-      _estimate(batch, whiten, 'token', 'included').advantages_BL,
+      _estimate(poisoned, **options).advantages_BL,
+      _estimate(batch, **options).advantages_BL,
     )
 
 
@@ -189,12 +186,14 @@ def test_monte_carlo_is_the_reward_to_go():
     for i in np.flatnonzero(row)[::-1]:
       to_go = batch.rewards_BL[b, i] + GAMMA * to_go
       expected[b, i] = to_go
-  actual = advantages.estimate_advantages(
-    batch.rewards_BL,
-    batch,
-    name='monte_carlo',
-    whiten='none',
-    num_turns=batches.T,
-    gamma=GAMMA,
-  )
+  actual = jax.jit(
+    lambda batch: advantages.estimate_advantages(
+      batch.rewards_BL,
+      batch,
+      name='monte_carlo',
+      whiten='none',
+      num_turns=batches.T,
+      gamma=GAMMA,
+    )
+  )(batch)
   np.testing.assert_allclose(actual.advantages_BL, expected, rtol=1e-10)

@@ -1,8 +1,11 @@
 """Random batches with all that occurs: gaps, holes, a failed row."""
 
 import copy
+import dataclasses
+import functools
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,6 +17,8 @@ from stppo_jax.rl import losses
 from stppo_jax.rl import segments
 
 B, L, T = 6, 16, 4
+NUM_TURNS = 2 * T  # more than a row has, so that numbers may have gaps
+ENTROPY = 0.01
 FAILED_ROW = 3
 
 
@@ -148,6 +153,15 @@ def algorithm(name='token_ppo', **changes):
   return algorithm_lib.build_algorithm(algorithm_options(name, **changes))
 
 
+def loss_algorithm(name, **changes):
+  """Returns an algorithm for the loss; of equal losses, the programs are one.
+
+  The estimator made the advantages before; the loss does not read it.
+  """
+  plain = algorithm('token_ppo').advantage
+  return dataclasses.replace(algorithm(name, **changes), advantage=plain)
+
+
 def device(batch):
   """Returns the batch with jax arrays."""
   return batch_lib.TokenBatch(
@@ -170,3 +184,31 @@ def policy_loss(algorithm, logprobs, entropy, batch, **options):
     'num_turns': T,
   } | options
   return losses.policy_loss(algorithm, logprobs, entropy, batch, **options)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss_and_gradients(
+  implementation, algorithm, logprobs, entropy, batch, *statistics_and_count
+):
+  """Returns the loss and its gradients by log-probabilities and entropy."""
+  given = dict(zip(('statistics', 'count'), statistics_and_count))
+  # The forms of accelerators are as large as the number of turns.
+  num_turns = NUM_TURNS if implementation == 'segment_sum' else T
+
+  def total(x, e):
+    loss = policy_loss(
+      algorithm,
+      x,
+      e,
+      batch,
+      **given,
+      entropy_coefficient=ENTROPY,
+      num_turns=num_turns,
+    )
+    return loss.loss, loss
+
+  with summing(implementation):
+    gradients, loss = jax.grad(total, argnums=(0, 1), has_aux=True)(
+      logprobs, entropy
+    )
+  return loss, gradients

@@ -89,9 +89,9 @@ def _batch(arrays):
   # `values_BL` of the batch is V before the first update.
   chosen['values_BL'] = arrays['old_values_BL']
   return batch_lib.TokenBatch(
-    tokens_BL=jnp.zeros(MASK.shape, jnp.int32),
-    lengths_B=jnp.full(MASK.shape[:1], MASK.shape[1], jnp.int32),
-    **{name: jnp.asarray(x) for name, x in chosen.items()},
+    tokens_BL=np.zeros(MASK.shape, np.int32),
+    lengths_B=np.full(MASK.shape[:1], MASK.shape[1], np.int32),
+    **chosen,
   )
 
 
@@ -157,7 +157,7 @@ def test_the_loss_and_its_gradient_are_theirs(case):
     else 0.0
   )
   gradient_BL, out = _policy_loss(
-    batches.algorithm(name, **{**golden_algorithms.PLAIN, **changes}),
+    batches.loss_algorithm(name, **{**golden_algorithms.PLAIN, **changes}),
     _poisoned(**_changes(case)),
     coefficient,
     T + 1,  # a hole makes two turns of one
@@ -182,39 +182,53 @@ def test_every_golden_number_is_compared():
   assert set(GOLDEN) == compared
 
 
+@jax.jit
+@jax.value_and_grad
+def _value_loss(values_BL, arrays):
+  total, count, _ = values_lib.value_loss(
+    values_BL,
+    arrays['old_values_BL'],
+    arrays['returns_BL'],
+    MASK,
+    clip=golden_algorithms.OPTIONS['value_clip'],
+  )
+  return total / count
+
+
 @pytest.mark.parametrize('case', golden_algorithms.VALUES)
 def test_the_value_loss_is_theirs(case):
   arrays = _poisoned()
-
-  @jax.jit
-  def loss(values_BL):
-    total, count, _ = values_lib.value_loss(
-      values_BL,
-      arrays['old_values_BL'],
-      arrays['returns_BL'],
-      MASK,
-      clip=golden_algorithms.OPTIONS['value_clip'],
-    )
-    return total / count
-
-  value, gradient_BL = jax.value_and_grad(loss)(arrays['values_BL'])
+  value, gradient_BL = _value_loss(arrays['values_BL'], arrays)
   _close(value, GOLDEN[case]['loss'])
   _close(gradient_BL, GOLDEN[case]['gradient_BL'])
+
+
+@jax.jit
+def _estimate(advantage, batch):
+  return advantages_lib.estimate_advantages(
+    batch.rewards_BL,
+    batch,
+    num_turns=T,
+    name=advantage.name,
+    **advantage.arguments(),
+  )
+
+
+def _estimated(name, state_ids_BL=None, **changes):
+  """Returns what an estimator makes of the rewards of the batch."""
+  changes = {f'advantage__{key}': value for key, value in changes.items()}
+  algorithm = batches.algorithm(
+    advantage__name=name, kl__where='nowhere', **changes
+  )
+  batch = _batch(_poisoned()).replace(state_ids_BL=state_ids_BL)
+  return jax.device_get(_estimate(algorithm.advantage, batch))
 
 
 @pytest.mark.parametrize('case', golden_algorithms.ADVANTAGES)
 def test_the_advantages_are_theirs(case):
   name, changes = golden_algorithms.ADVANTAGES[case]
   golden = GOLDEN[case]
-  options = defaults.choice('advantage', name, **changes)
-
-  @jax.jit
-  def estimate(arrays):
-    return advantages_lib.estimate_advantages(
-      arrays['rewards_BL'], _batch(arrays), num_turns=T, **options
-    )
-
-  ours = estimate(_poisoned())
+  ours = _estimated(name, **changes)
   theirs_BL = np.zeros(MASK.shape)
   if 'advantages_B' in golden:  # tunix: of the questions with three rows
     theirs_BL[: golden['advantages_B'].size] = golden['advantages_B'][:, None]
@@ -230,20 +244,8 @@ def test_the_advantages_are_theirs(case):
 @pytest.mark.parametrize('pool', ['joint', 'separate'])
 def test_the_advantages_of_igpo_are_theirs(pool):
   """Their deviation is that of a population, and ours the unbiased one."""
-  options = defaults.choice(
-    'advantage', 'turn_pooled', gamma=golden_algorithms.OPTIONS['gamma']
-  )
-
-  @jax.jit
-  def estimate(arrays):
-    return advantages_lib.estimate_advantages(
-      arrays['rewards_BL'],
-      _batch(arrays),
-      num_turns=T,
-      **{**options, 'pool': pool},
-    )
-
-  ours_BL = np.asarray(estimate(_poisoned()).advantages_BL)
+  gamma = golden_algorithms.OPTIONS['gamma']
+  ours_BL = _estimated('turn_pooled', gamma=gamma, pool=pool).advantages_BL
   theirs_BL = GOLDEN[f'igpo.{pool}']['advantages_BL']
   turns_B = [
     len(set(ARRAYS['turn_ids_BL'][b][MASK[b]])) for b in range(len(MASK))
@@ -264,7 +266,6 @@ def test_the_advantages_of_igpo_are_theirs(pool):
       np.testing.assert_allclose(
         mine[-1] * factors[0], other[-1], rtol=1e-5, atol=1e-6
       )
-      gamma = options['gamma']
       # What each turn adds before the discounted rest.
       steps = lambda x: x[:-1] - gamma * x[1:]
       np.testing.assert_allclose(
@@ -280,7 +281,7 @@ _STRENGTH = 0.3
 def test_the_bounds_of_a2tgpo_are_theirs():
   golden = GOLDEN['a2tgpo.a2tgpo']
   z_BL = 2 * np.arctanh((golden['scales_BL'] - 1) / _STRENGTH)
-  algorithm = batches.algorithm(
+  algorithm = batches.loss_algorithm(
     'a2tgpo',
     bounds__clip_low=golden_algorithms.OPTIONS['sequence_low'],
     bounds__clip_high=golden_algorithms.OPTIONS['sequence_high'],
@@ -292,13 +293,9 @@ def test_the_bounds_of_a2tgpo_are_theirs():
   _close(gradient_BL, golden['gradient_BL'])
   cut = np.asarray(out.cut_BL).sum() / MASK.sum()
   np.testing.assert_allclose(cut, golden['cut_fraction'])
-  plain = batches.algorithm(
-    'atpo',
-    bounds__clip_low=golden_algorithms.OPTIONS['sequence_low'],
-    bounds__clip_high=golden_algorithms.OPTIONS['sequence_high'],
-  )
-  _, fixed = _policy_loss(plain, arrays, 0.0, T)
-  assert abs(fixed.loss - out.loss) > 1e-5  # the scales do something here
+  _, fixed = _policy_loss(algorithm, {**arrays, 'turn_z_BL': 0 * z_BL}, 0.0, T)
+  # The scales do something here.
+  assert abs(float(fixed.loss) - float(out.loss)) > 1e-5
 
 
 def test_the_advantages_and_scales_of_a2tgpo_are_theirs(monkeypatch):
@@ -311,14 +308,24 @@ def test_the_advantages_and_scales_of_a2tgpo_are_theirs(monkeypatch):
 
   monkeypatch.setattr(masking, 'standardized', standardized)
   golden = GOLDEN['a2tgpo.a2tgpo']
-  batch = _batch(_poisoned())
-  z_BL = turn_advantages.turn_z(batch.rewards_BL, batch, num_turns=T)
-  scales_BL = 1 + _STRENGTH * np.tanh(z_BL / 2)
-  ours_BL = _estimated(
+  options = defaults.choice(
+    'advantage',
     'turn_index',
     gamma=golden_algorithms.OPTIONS['gamma'],
     turn_weight=golden_algorithms.OPTIONS['turn_weight'],
   )
+
+  @jax.jit
+  def estimate(batch):
+    arguments = batch.rewards_BL, batch
+    estimates = advantages_lib.estimate_advantages(
+      *arguments, num_turns=T, **options
+    )
+    z_BL = turn_advantages.turn_z(*arguments, num_turns=T)
+    return z_BL, estimates.advantages_BL
+
+  z_BL, ours_BL = jax.device_get(estimate(_batch(_poisoned())))
+  scales_BL = 1 + _STRENGTH * np.tanh(z_BL / 2)
   # They add 1e-8 to a variance, too.
   near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
   near(scales_BL[MASK], golden['scales_BL'][MASK])
@@ -329,35 +336,19 @@ def test_the_advantages_and_scales_of_a2tgpo_are_theirs(monkeypatch):
 def test_the_advantages_of_hgpo_are_theirs():
   """They add epsilon to the sum of the weights, too; it is 0 there."""
   golden = GOLDEN['hgpo.centered']
-  ours_BL = _estimated(
+  estimated = functools.partial(
+    _estimated,
     'gigpo',
     state_ids_BL=golden['state_ids_BL'],
     normalize='none',
     outcome_weight=0.0,
     gamma=golden_algorithms.OPTIONS['gamma'],
-    history=golden_algorithms.OPTIONS['history'],
   )
+  history = golden_algorithms.OPTIONS['history']
+  ours_BL = estimated(history=history).advantages_BL
   _close(ours_BL, golden['advantages_BL'], MASK)
-  without_BL = _estimated(
-    'gigpo',
-    state_ids_BL=golden['state_ids_BL'],
-    normalize='none',
-    outcome_weight=0.0,
-    gamma=golden_algorithms.OPTIONS['gamma'],
-  )
+  without_BL = estimated().advantages_BL
   assert np.abs(without_BL - ours_BL).max() > 0.01  # the history counts
-
-
-def _estimated(name, state_ids_BL=None, **changes):
-  """Returns the advantages of an estimator for the rewards of the batch."""
-  options = defaults.choice('advantage', name, **changes)
-  batch = _batch(_poisoned()).replace(state_ids_BL=state_ids_BL)
-  estimate = jax.jit(
-    lambda batch: advantages_lib.estimate_advantages(
-      batch.rewards_BL, batch, num_turns=T, **options
-    )
-  )
-  return np.asarray(estimate(batch).advantages_BL)
 
 
 def test_whitening_is_theirs():
@@ -365,22 +356,18 @@ def test_whitening_is_theirs():
   _close(white_BL, GOLDEN['verl.whiten']['white_BL'], MASK)
 
 
-@pytest.mark.parametrize('estimator', kl_lib.KL_ESTIMATORS)
-def test_the_estimates_of_the_divergence_are_theirs(estimator):
-  arrays = _poisoned()
+@jax.jit
+def _divergences(arrays):
+  """Returns the estimates by name, and the rewards with a penalty."""
+  reference = arrays['ref_logprobs_BL'], MASK
+  estimates = {
+    estimator: kl_lib.kl_estimate(
+      arrays['logprobs_BL'], *reference, estimator=estimator
+    )
+    for estimator in kl_lib.KL_ESTIMATORS
+  }
   kl_BL = kl_lib.kl_estimate(
-    arrays['logprobs_BL'], arrays['ref_logprobs_BL'], MASK, estimator=estimator
-  )
-  # That of verl is clamped, and no number of this batch is so large.
-  case = f'verl.kl_{estimator.removesuffix("_clamped")}'
-  _close(kl_BL, GOLDEN[case]['kl_BL'], MASK)
-  assert np.max(kl_BL) < 10  # where verl clamps k3
-
-
-def test_rewards_with_a_penalty_are_theirs():
-  arrays = _poisoned()
-  kl_BL = kl_lib.kl_estimate(
-    arrays['old_logprobs_BL'], arrays['ref_logprobs_BL'], MASK, estimator='k1'
+    arrays['old_logprobs_BL'], *reference, estimator='k1'
   )
   rewards_BL = kl_lib.penalized_rewards(
     arrays['rewards_BL'],
@@ -388,6 +375,20 @@ def test_rewards_with_a_penalty_are_theirs():
     MASK,
     coefficient=golden_algorithms.OPTIONS['kl_coefficient'],
   )
+  return estimates, rewards_BL
+
+
+@pytest.mark.parametrize('estimator', kl_lib.KL_ESTIMATORS)
+def test_the_estimates_of_the_divergence_are_theirs(estimator):
+  kl_BL = np.asarray(_divergences(_poisoned())[0][estimator])
+  # That of verl is clamped, and no number of this batch is so large.
+  case = f'verl.kl_{estimator.removesuffix("_clamped")}'
+  _close(kl_BL, GOLDEN[case]['kl_BL'], MASK)
+  assert np.max(kl_BL) < 10  # where verl clamps k3
+
+
+def test_rewards_with_a_penalty_are_theirs():
+  _, rewards_BL = _divergences(_poisoned())
   _close(rewards_BL, GOLDEN['verl.kl_reward']['rewards_BL'], MASK)
 
 

@@ -101,7 +101,10 @@ def _recurring(seed=0):
   )
 
 
-@pytest.mark.parametrize('history', [0, 1, 2])
+# A history of more turns than there are is one of all turns.
+@pytest.mark.parametrize(
+  'history', [0, pytest.param(1, marks=pytest.mark.slow), 2, 99]
+)
 @pytest.mark.parametrize(
   'normalize', ['std', pytest.param('none', marks=pytest.mark.slow)]
 )
@@ -112,17 +115,10 @@ def test_turns_are_compared_by_the_states_before_them(normalize, history):
   actual = _estimate(batch, 'gigpo', normalize=normalize, **options)
   expected = advantage_twins.gigpo(batch, OMEGA, GAMMA, epsilon, **options)
   np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
-  longer = _estimate(
-    batch, 'gigpo', normalize=normalize, **(options | {'history': history + 1})
-  )
-  if history < 2:
-    assert np.abs(longer - actual).max() > 1e-3
-  # A history of all turns there are is the most there is.
-  most = options | {'history': batches.T}
-  np.testing.assert_array_equal(
-    _estimate(batch, 'gigpo', normalize=normalize, **most),
-    _estimate(batch, 'gigpo', normalize=normalize, **(most | {'history': 99})),
-  )
+  if history in (1, 2):
+    options['history'] -= 1
+    shorter = advantage_twins.gigpo(batch, OMEGA, GAMMA, epsilon, **options)
+    assert np.abs(actual - shorter).max() > 1e-3
 
 
 @pytest.mark.parametrize('normalize', ['std', 'none'])
@@ -134,7 +130,7 @@ def test_outcomes_of_gigpo_may_count_once_a_trajectory(normalize):
   epsilon = EPSILON if normalize == 'std' else None
   expected = advantage_twins.gigpo(batch, OMEGA, GAMMA, epsilon, per_turn=False)
   np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
-  per_turn = _estimate(batch, 'gigpo', normalize=normalize)
+  per_turn = advantage_twins.gigpo(batch, OMEGA, GAMMA, epsilon)
   assert np.abs(actual - per_turn).max() > 0.01
 
 
@@ -155,7 +151,9 @@ def test_the_reward_of_a_turn_is_compared_with_turns_of_its_number():
   for (b, k), z in advantage_twins.turn_z(batch, 1e-6).items():
     expected[b, batch.turn_ids_BL[b] == k] = z
   mask = batch.loss_mask_BL
-  np.testing.assert_allclose(found[mask], expected[mask], atol=1e-12)
+  np.testing.assert_allclose(
+    np.asarray(found)[mask], expected[mask], atol=1e-12
+  )
   assert (np.abs(expected[mask]) > 0.1).sum() > 10
 
 
@@ -188,10 +186,12 @@ def test_a_group_of_one_gives_zero(name):
   batch = batch.replace(
     group_ids_B=np.arange(batches.B, dtype=np.int32),
     # No two turns share a state.
-    state_ids_BL=batch.turn_ids_BL + 10 * np.arange(batches.B)[:, None],
+    state_ids_BL=batch.turn_ids_BL
+    + 10 * np.arange(batches.B, dtype=np.int32)[:, None],
   )
   assert not _estimate(batch, name).any()
-  assert not _estimate(batch, name, 'all').any()
+  if name == 'group_centered':  # whitening is the same for all
+    assert not _estimate(batch, name, 'all').any()
 
 
 @NAMES

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 import math
 
@@ -14,7 +13,6 @@ from tests.rl import batches
 from tests.rl import loss_twin
 from tests.rl import twins
 
-ENTROPY = 0.01
 TAU = 1.1  # below the rho of the random batches, so that the scale acts
 
 _BIAS = 'correction__clipping_bias__'
@@ -25,15 +23,6 @@ CASES = {name: (name, {}) for name in algorithms.ALGORITHMS} | {
   'st_ppo': ('st_ppo', {_BIAS + 'tau': TAU}),
   'so_ppo': ('so_ppo', {_BIAS + 'tau': TAU}),
   'so_grpo': ('so_grpo', {_BIAS + 'tau': TAU}),
-  'st_turn': (
-    'st_ppo',
-    {
-      _BIAS + 'tau': TAU,
-      _BIAS + 'scope': 'turn',
-      _BIAS + 'level': 'turn',
-      'aggregate__name': 'turn_mean',
-    },
-  ),
   'so_sequence': (
     'st_ppo',
     {
@@ -53,11 +42,6 @@ CASES = {name: (name, {}) for name in algorithms.ALGORITHMS} | {
       **_KL_LOSS,
     },
   ),
-  'turn_sum_k1': (
-    'turn_ppo',
-    {'ratio__reduce': 'sum', 'kl__estimator': 'k1', **_KL_LOSS},
-  ),
-  'turn_token_gradient': ('turn_ppo', {'ratio__gradient': 'token'}),
   'dual_clip': (
     'turn_ppo',
     {'objective__name': 'dual_clip', 'objective__c': 1.3},
@@ -75,18 +59,13 @@ CASES = {name: (name, {}) for name in algorithms.ALGORITHMS} | {
       'correction__geo_rs__band': 0.1,
     },
   ),
-  'mis_sequence': (
+  'every_level': (
     'sspo',
     {
-      'correction__names': ('mis',),
-      'correction__mis__level': 'sequence',
-      'correction__mis__cap': 1.2,
-    },
-  ),
-  'mismatch_of_turns': (
-    'st_ppo',
-    {
-      'correction__names': ('tis', 'mis', 'icepop', 'geo_rs'),
+      'correction__names': ('clipping_bias', 'tis', 'mis', 'icepop', 'geo_rs'),
+      _BIAS + 'tau': TAU,
+      _BIAS + 'scope': 'turn',
+      _BIAS + 'level': 'turn',
       'correction__tis__level': 'turn',
       'correction__tis__reduce': 'mean',
       'correction__tis__cap': 1.05,
@@ -97,6 +76,7 @@ CASES = {name: (name, {}) for name in algorithms.ALGORITHMS} | {
       'correction__icepop__least': 0.95,
       'correction__geo_rs__level': 'turn',
       'correction__geo_rs__band': 0.2,
+      'aggregate__name': 'turn_mean',
     },
   ),
   # Shares and bounds that choose more than one token.
@@ -110,11 +90,22 @@ CASES = {name: (name, {}) for name in algorithms.ALGORITHMS} | {
   ),
   'kl_cov': ('kl_cov', {'objective__share': 0.2}),
   'vapo': ('vapo', {'objective__least': 0.0}),  # rewards are about 0 there
-  'turn_by_length': ('turn_ppo', {'bounds__name': 'by_length'}),
+  'turn_sum_k1': (
+    'turn_ppo',
+    {
+      'ratio__reduce': 'sum',
+      'bounds__name': 'by_length',
+      'kl__estimator': 'k1',
+      **_KL_LOSS,
+    },
+  ),
   'turn_gmpo': ('gmpo', {'ratio__level': 'turn'}),
   'capped': ('dppo_tv', {'objective__cap': 1.3}),
   'turn_gate': ('sapo_gate', {'ratio__level': 'turn'}),
-  'turn_entropy': ('turn_ppo', {'bounds__name': 'entropy_scaled'}),
+  'turn_token_gradient': (
+    'turn_ppo',
+    {'ratio__gradient': 'token', 'bounds__name': 'entropy_scaled'},
+  ),
   'turn_balanced': (
     'turn_ppo',
     {'bounds__name': 'balanced', 'bounds__positive_share': 0.55},
@@ -126,9 +117,9 @@ CASES = {name: (name, {}) for name in algorithms.ALGORITHMS} | {
 }
 ALL = pytest.mark.parametrize('case', CASES)
 # The forms of the segment sums agree function by function in segments_test.py,
-# so the forms of accelerators are tried on cases which together use them at
-# every level that has sums and in every correction. The rest are slow tests.
-_ALL_FORMS = ('st_turn', 'everything_corrects', 'sspo')
+# so the forms of accelerators are tried on a case which uses them at every
+# level that has sums and in every correction. The rest are slow tests.
+_ALL_FORMS = ('every_level',)
 # These are also compared with the code of others, in golden_test.py. Their
 # loops are slow tests.
 _GOLDEN = (
@@ -141,7 +132,7 @@ _GOLDEN = (
 # tests.
 _OTHER_ROWS = (
   *_ALL_FORMS,
-  'st_ppo',
+  'everything_corrects',
   'so_sequence',
   'guarded_st_ppo',
   'dr_grpo',
@@ -175,64 +166,28 @@ def _row(case):
 
 
 def _algorithm(case):
-  """Returns the algorithm of a case; of equal losses, the programs are one."""
   name, changes = CASES[case]
-  # The estimator made the advantages before; the loss does not read it.
-  plain = batches.algorithm('token_ppo').advantage
-  return dataclasses.replace(
-    batches.algorithm(name, **changes), advantage=plain
-  )
+  return batches.loss_algorithm(name, **changes)
 
 
-def _loss(
-  algorithm,
-  logprobs,
-  entropy,
-  batch,
-  statistics=None,
-  count=None,
-):
-  return batches.policy_loss(
-    algorithm,
-    logprobs,
-    entropy,
-    batch,
-    statistics=statistics,
-    count=count,
-    entropy_coefficient=ENTROPY,
-  )
-
-
-def _weights(algorithm, batch):
+@jax.jit
+def _weights(aggregate, batch):
   return aggregation.aggregate_weights(
     batch,
     float,
-    num_turns=batches.T,
-    name=algorithm.aggregate.name,
-    **algorithm.aggregate.arguments(),
+    num_turns=batches.NUM_TURNS,
+    name=aggregate.name,
+    **aggregate.arguments(),
   )
 
 
 # By default the form of the segment sums that a CPU uses: the choice by
-# platform would be another program to compile for every case. jax takes an
-# argument that is left out for another one, so the compiled function is always
-# given it.
-def _run(algorithm, logprobs, entropy, *rest, implementation='segment_sum'):
+# platform would be another program to compile for every case.
+def _run(algorithm, *arguments, implementation='segment_sum'):
   """Returns the loss and its gradients by log-probabilities and entropy."""
-  return _run_jitted(implementation, algorithm, logprobs, entropy, *rest)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _run_jitted(implementation, algorithm, logprobs, entropy, *rest):
-  def total(x, e):
-    loss = _loss(algorithm, x, e, *rest)
-    return loss.loss, loss
-
-  with batches.summing(implementation):
-    gradient, loss = jax.grad(total, argnums=(0, 1), has_aux=True)(
-      logprobs, entropy
-    )
-  return loss, gradient
+  return jax.device_get(
+    batches.loss_and_gradients(implementation, algorithm, *arguments)
+  )
 
 
 @FORMS
@@ -248,7 +203,7 @@ def test_value_is_the_loop_and_gradient_its_differences(case, implementation):
     row,
     entropy=entropy,
     batch=batch,
-    entropy_coefficient=ENTROPY,
+    entropy_coefficient=batches.ENTROPY,
   )
   expected = twin(logprobs)
   close = functools.partial(np.testing.assert_allclose, rtol=1e-11)
@@ -266,25 +221,36 @@ def test_value_is_the_loop_and_gradient_its_differences(case, implementation):
   slots = np.argwhere(mask)
   expected = twins.differences(frozen, logprobs, slots)
   np.testing.assert_allclose(gradient, expected, rtol=2e-6, atol=1e-9)
-  weights, count = _weights(algorithm, batch)
+  weights, count = _weights(algorithm.aggregate, batch)
   np.testing.assert_allclose(
-    entropy_gradient, -ENTROPY * weights / count, rtol=1e-12
+    entropy_gradient,
+    -batches.ENTROPY * np.asarray(weights) / count,
+    rtol=1e-12,
   )
 
 
-# The denominator is a number to the ratio, whatever its level.
+# The denominator is a number to the ratio, whatever its level: every level and
+# every aggregate are in one of these.
+_PAIRS = (
+  ('token', 'token_mean'),
+  ('turn', 'token_mean'),
+  ('turn', 'turn_mean'),
+  ('sentence', 'sequence_mean'),
+  ('sequence', 'sequence_sum'),
+  ('sequence', 'constant_length'),
+)
+
+
 @pytest.mark.parametrize(
   ('level', 'aggregate'),
-  [(level, 'token_mean') for level in segments.LEVELS]
-  + [
+  [
     pytest.param(
       level,
       aggregate,
-      marks=() if level == 'turn' else pytest.mark.slow,
+      marks=() if (level, aggregate) in _PAIRS else pytest.mark.slow,
     )
     for level in segments.LEVELS
     for aggregate in aggregation.AGGREGATES
-    if aggregate != 'token_mean'
   ],
 )
 def test_at_the_old_policy(level, aggregate):
@@ -298,8 +264,8 @@ def test_at_the_old_policy(level, aggregate):
   np.testing.assert_array_equal(loss.ratio_BL, np.ones(mask.shape))
   np.testing.assert_array_equal(loss.weights_BL, np.ones(mask.shape))
   assert not np.any(loss.cut_BL)
-  weights, count = _weights(algorithm, batch)
-  pull = np.asarray(-batch.advantages_BL * weights / count)
+  weights, count = _weights(algorithm.aggregate, batch)
+  pull = -batch.advantages_BL * np.asarray(weights) / count
   expected = np.zeros(mask.shape)
   for tokens in twins.members(level, batch):
     for b, i in tokens:
@@ -386,50 +352,49 @@ def test_poison_reaches_neither_value_nor_gradient(case, implementation, value):
   loss, gradient = run(*poisoned)
   _same((loss, gradient), run(*clean))
   for array in gradient:
-    assert np.all(np.asarray(array)[~mask] == 0)
-
-
-def _cut(batch, *arrays):
-  for i in range(0, batches.B, 2):
-    index = slice(i, i + 2)
-    yield batches.rows(batch, index), *(x[index] for x in arrays)
+    assert np.all(array[~mask] == 0)
 
 
 @jax.jit
 def _statistics(algorithm, logprobs, entropy, batch):
   return losses.minibatch_statistics(
-    algorithm, logprobs, entropy, batch, num_turns=batches.T
+    algorithm, logprobs, entropy, batch, num_turns=batches.NUM_TURNS
   )
 
 
+# The statistics are those of the batch without the failed row.
 @OTHER_ROWS
 def test_losses_of_microbatches_add_up_to_that_of_the_batch(case):
   batch, logprobs, entropy = batches.make(spread=0.6)
   algorithm = _algorithm(case)
   whole, (gradient, _) = _run(algorithm, logprobs, entropy, batch)
-  statistics = _statistics(algorithm, logprobs, entropy, batch)
-  _, count = _weights(algorithm, batch)
-  total, gradients = 0.0, []
-  for part, x, e in _cut(batch, logprobs, entropy):
-    loss, (pulled, _) = _run(algorithm, x, e, part, statistics, count)
+  failed = batches.FAILED_ROW
+  assert not np.any(gradient[failed])
+
+  def chosen(rows):
+    return logprobs[rows], entropy[rows], batches.rows(batch, rows)
+
+  alone = chosen([5, 1, 0, 2, 4])
+  statistics = _statistics(algorithm, *alone)
+  _, count = _weights(algorithm.aggregate, alone[-1])
+  total, gradients = 0.0, np.zeros_like(gradient)
+  for rows in ([0, 2, 1], [5, failed, 4]):
+    loss, (pulled, _) = _run(algorithm, *chosen(rows), statistics, count)
     total += loss.loss
-    gradients.append(pulled)
+    gradients[rows] = pulled
   np.testing.assert_allclose(total, whole.loss, rtol=1e-12)
-  np.testing.assert_allclose(
-    np.concatenate(gradients), gradient, rtol=1e-11, atol=1e-15
-  )
+  np.testing.assert_allclose(gradients, gradient, rtol=1e-11, atol=1e-15)
 
 
 @OTHER_ROWS
-def test_failed_row_is_an_absent_row_and_rows_may_be_permuted(case):
+def test_rows_may_be_permuted(case):
   batch, logprobs, entropy = batches.make(spread=0.6)
   algorithm = _algorithm(case)
   whole, (gradient, _) = _run(algorithm, logprobs, entropy, batch)
-  assert not np.any(gradient[batches.FAILED_ROW])
-  for order in ([0, 1, 2, 4, 5], [5, 3, 1, 0, 2, 4]):
-    rest = (logprobs[order], entropy[order], batches.rows(batch, order))
-    loss, (permuted, _) = _run(algorithm, *rest)
-    _close((loss.loss, permuted), (whole.loss, np.asarray(gradient)[order]))
+  order = [5, 3, 1, 0, 2, 4]
+  rest = (logprobs[order], entropy[order], batches.rows(batch, order))
+  loss, (permuted, _) = _run(algorithm, *rest)
+  _close((loss.loss, permuted), (whole.loss, gradient[order]))
 
 
 @OTHER_ROWS
@@ -450,7 +415,9 @@ def test_no_gradient_flows_into_advantages_and_the_old_policy():
   algorithm = _algorithm('so_sequence')
 
   def loss(arrays):
-    return _loss(algorithm, logprobs, entropy, batch.replace(**arrays)).loss
+    return batches.policy_loss(
+      algorithm, logprobs, entropy, batch.replace(**arrays)
+    ).loss
 
   names = ('advantages_BL', 'old_logprobs_BL', 'ref_logprobs_BL')
   gradients = jax.jit(jax.grad(loss))(
@@ -463,14 +430,17 @@ def test_no_gradient_flows_into_advantages_and_the_old_policy():
 @pytest.mark.parametrize(
   'name',
   [
-    pytest.param(name, marks=() if name in _OTHER_ROWS else pytest.mark.slow)
+    pytest.param(
+      name,
+      marks=() if name in ('st_ppo', 'sspo', 'dr_grpo') else pytest.mark.slow,
+    )
     for name in algorithms.ALGORITHMS
   ],
 )
 def test_float32_in_float32_out(name):
   batch, logprobs, entropy = batches.make(dtype=np.float32, spread=0.6)
   loss = jax.eval_shape(
-    _run,
+    functools.partial(batches.loss_and_gradients, 'segment_sum'),
     _algorithm(name),
     logprobs.astype(np.float32),
     entropy.astype(np.float32),

@@ -14,55 +14,41 @@ ADVANTAGES = np.array([[2.0, 2.0, 2.0, -2.0, -2.0, -2.0]])
 LOGPROBS = np.array([[-1.0, -2.0, -3.0, -1.0, -2.0, -3.0]])
 
 
-def _objective(
-  name, ratio, advantages, logprobs=None, level='token', **options
-):
+def _objective(name, ratio, advantages, **options):
   """Returns an objective for one turn per row, with the bounds 0.8 and 1.2."""
-  logprobs = np.zeros(ratio.shape) if logprobs is None else logprobs
   batch, _, _ = batches.make()
   batch = batch.replace(
     loss_mask_BL=np.ones(ratio.shape, bool),
     turn_ids_BL=np.ones(ratio.shape, np.int32),
     old_logprobs_BL=LOGPROBS,
   )
+  ratio_at, zeros = lambda level: ratio, np.zeros(ratio.shape)
   context = loss_context.LossContext(
-    lambda level: ratio, level, advantages, None, logprobs, batch, num_turns=1
+    ratio_at, 'token', advantages, None, zeros, batch, num_turns=1
   )
-  choice = objectives.OBJECTIVES[name]
   options = defaults.DEFAULTS['objective'][name] | options
-  statistics = ()
-  if choice.statistics is not None:
-    statistics = choice.statistics(context, 0.8, 1.2, **options)
-  return choice.function(context, 0.8, 1.2, statistics, **options)
-
-
-def _pessimistic(ratio, advantages):
-  return _objective('pessimistic', ratio, advantages)
+  function = objectives.OBJECTIVES[name].function
+  return function(context, 0.8, 1.2, (), **options)[0]
 
 
 def test_a_ratio_on_the_bound_keeps_its_whole_gradient():
   ratio = np.array([[0.8, 1.2]])
   advantages = np.array([[-1.0, 1.0]])
-  gradient = jax.grad(lambda r: jnp.sum(_pessimistic(r, advantages)[0]))(ratio)
+  run = jax.grad(lambda r: jnp.sum(_objective('pessimistic', r, advantages)))
+  gradient = jax.jit(run)(ratio)
   np.testing.assert_array_equal(gradient, -advantages)
 
 
 def test_a_quadratic_gradient_ends_where_the_probability_changed_enough():
   """It is that of -A r, times what is left of the threshold."""
-  found = jax.grad(
-    lambda r: jnp.sum(_objective('quadratic', r, ADVANTAGES, threshold=0.05)[0])
-  )(RATIO)
+  run = jax.grad(
+    lambda r: jnp.sum(_objective('quadratic', r, ADVANTAGES, threshold=0.05))
+  )
+  found = jax.jit(run)(RATIO)
   change = np.exp(LOGPROBS) * (RATIO - 1)
   left = 1 - np.sign(ADVANTAGES) * change / 0.05
   np.testing.assert_allclose(found, -ADVANTAGES * left, rtol=1e-12)
   assert left.min() < 0 < left.max()  # beyond it the gradient turns back
-
-
-def _of(name, **options):
-  def run(ratio, logprobs):
-    return _objective(name, ratio, ADVANTAGES, logprobs, **options)
-
-  return run
 
 
 def test_a_share_of_the_tokens_between_two_covariances_is_cut():
@@ -71,32 +57,32 @@ def test_a_share_of_the_tokens_between_two_covariances_is_cut():
   advantages, logprobs = rng.normal(size=shape), -rng.exponential(size=shape)
   old = logprobs + 0.1 * rng.normal(size=shape)
 
-  def cut(rows=slice(None), **options):
-    clip_cov = objectives.OBJECTIVES['clip_cov']
-    options = {'share': 0.05, 'least': 0.5, 'most': 2.0} | options
+  clip_cov = objectives.OBJECTIVES['clip_cov']
+  limits = {'least': 0.5, 'most': 2.0}
 
-    @jax.jit
-    def run():
-      whole = context(slice(None))
-      found = clip_cov.statistics(whole, 0.0, 9.0, **options)
-      return clip_cov.function(context(rows), 0.0, 9.0, found, **options)[1]
-
-    return np.asarray(run())
-
-  def context(rows):
+  def context(advantages, logprobs, old):
     batch, _, _ = batches.make()
-    batch = batch.replace(
-      loss_mask_BL=np.ones(shape, bool)[rows], old_logprobs_BL=old[rows]
-    )
+    mask = np.ones(old.shape, bool)
+    batch = batch.replace(loss_mask_BL=mask, old_logprobs_BL=old)
+    ratio_at = lambda level: np.ones(old.shape)
     return loss_context.LossContext(
-      lambda level: np.ones(shape)[rows],
-      'token',
-      advantages[rows],
-      None,
-      logprobs[rows],
-      batch,
-      num_turns=1,
+      ratio_at, 'token', advantages, None, logprobs, batch, num_turns=1
     )
+
+  @jax.jit
+  def statistics(arrays, share):
+    whole = context(*arrays)
+    return clip_cov.statistics(whole, 0.0, 9.0, share=share, **limits)
+
+  @jax.jit
+  def function(arrays, found, share):
+    options = {'share': share, **limits}
+    return clip_cov.function(context(*arrays), 0.0, 9.0, found, **options)[1]
+
+  def cut(rows=slice(None), share=0.05):
+    arrays = advantages, logprobs, old
+    found = statistics(arrays, share)
+    return np.asarray(function([x[rows] for x in arrays], found, share))
 
   covariance = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
   eligible = (covariance > 0.5) & (covariance < 2)
@@ -115,28 +101,36 @@ def test_a_share_of_the_tokens_between_two_covariances_is_cut():
   np.testing.assert_array_equal(cut(share=1.0), eligible)
 
 
+_KL_COV = objectives.OBJECTIVES['kl_cov']
+
+
+def _mixed(logprobs):
+  """Returns a context with advantages of both signs and the ratio e."""
+  batch, _, _ = batches.make()
+  batch = batch.replace(loss_mask_BL=np.ones((1, 6), bool))
+  ratio_at = lambda level: np.full((1, 6), np.e)
+  advantages = np.array([[1.0, 2.0, -1.0, -3.0, 0.5, 0.1]])
+  return loss_context.LossContext(
+    ratio_at, 'token', advantages, None, logprobs, batch, num_turns=1
+  )
+
+
+@jax.jit
+def _kl_cov_statistics(logprobs, options):
+  return _KL_COV.statistics(_mixed(logprobs), 0.8, 1.2, **options)
+
+
+@jax.jit
+def _kl_cov_terms(logprobs, found, options):
+  return _KL_COV.function(_mixed(logprobs), 0.8, 1.2, found, **options)[0]
+
+
 @pytest.mark.parametrize('sign', [1, -1])
 @pytest.mark.parametrize(('share', 'count'), [(1e-6, 1), (0.34, 2), (0.9, 5)])
 def test_rounding_in_another_program_changes_no_choice(share, count, sign):
-  advantages = np.array([[1.0, 2.0, -1.0, -3.0, 0.5, 0.1]])
-  kl_cov = objectives.OBJECTIVES['kl_cov']
   options = {'share': share, 'coefficient': 1.0}
-
-  def context(logprobs):
-    batch, _, _ = batches.make()
-    batch = batch.replace(loss_mask_BL=np.ones((1, 6), bool))
-    return loss_context.LossContext(
-      lambda level: np.full((1, 6), np.e),
-      'token',
-      advantages,
-      None,
-      logprobs,
-      batch,
-      num_turns=1,
-    )
-
-  found = kl_cov.statistics(context(LOGPROBS), 0.8, 1.2, **options)
+  found = _kl_cov_statistics(LOGPROBS, options)
   other = LOGPROBS * (1 + sign * 1e-12)
-  term, _ = kl_cov.function(context(other), 0.8, 1.2, found, **options)
-  penalty = np.round(term + advantages * np.e, 9)
+  term = np.asarray(_kl_cov_terms(other, found, options))
+  penalty = np.round(term + _mixed(other).advantages_BL * np.e, 9)
   assert sorted(penalty[0]) == [0] * (6 - count) + [1] * count

@@ -3,7 +3,6 @@
 Shapes are fixed, so that an algorithm compiles once; all else is drawn.
 """
 
-import dataclasses
 import functools
 
 from hypothesis import given
@@ -17,8 +16,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.configs import algorithms
 from tests.rl import batches
 
-B, L, T = 4, 12, 6
-NUM_TURNS = 2 * T  # more than a row has, so that numbers may have gaps
+B, L, T = batches.B, batches.L, batches.T
 # Between them: every level, bounds, objective, aggregate and normalisation.
 ROWS = (
   *('st_ppo', 'so_grpo', 'gspo', 'sspo', 'bapo', 'minirl', 'grpo_guard'),
@@ -43,26 +41,17 @@ def _algorithm(name):
     changes['objective__share'] = 0.2
   if name in ('clip_cov', 'vapo'):
     changes['objective__least'] = 0.1
-  return batches.algorithm(name, **changes)
+  return batches.loss_algorithm(name, **changes)
 
 
-@jax.jit
 def _run(algorithm, logprobs, entropy, batch):
   """Returns (loss, gradient, ratio, weights) of an algorithm."""
-
-  def total(x):
-    loss = batches.policy_loss(
-      algorithm,
-      x,
-      entropy,
-      batch,
-      entropy_coefficient=0.01,
-      num_turns=NUM_TURNS,
+  loss, (gradient, _) = jax.device_get(
+    batches.loss_and_gradients(
+      'segment_sum', algorithm, logprobs, entropy, batch
     )
-    return loss.loss, loss
-
-  (value, loss), gradient = jax.value_and_grad(total, has_aux=True)(logprobs)
-  return value, gradient, loss.ratio_BL, loss.weights_BL
+  )
+  return loss.loss, gradient, loss.ratio_BL, loss.weights_BL
 
 
 @st.composite
@@ -129,17 +118,15 @@ def test_results_are_finite_and_gradients_0_off_the_mask(case, name):
   )
   assert np.isfinite(value) and np.all(np.isfinite(weights))
   assert np.all(np.isfinite(gradient)) and np.all(np.isfinite(ratio))
-  assert not np.any(np.asarray(gradient)[~batch.loss_mask_BL])
-  assert np.all(np.asarray(ratio)[~batch.loss_mask_BL] == 1)
+  assert not np.any(gradient[~batch.loss_mask_BL])
+  assert np.all(ratio[~batch.loss_mask_BL] == 1)
 
 
 def _losses():
   """Returns the algorithms, one of those whose losses share a program."""
   found = {}
-  plain = batches.algorithm('token_ppo').advantage
   for name in algorithms.ALGORITHMS:
-    # The estimator made the advantages before; the loss does not read it.
-    loss = dataclasses.replace(batches.algorithm(name), advantage=plain)
+    loss = batches.loss_algorithm(name)
     found.setdefault(jax.tree.structure(loss), {})[name] = loss
   return found
 
@@ -167,7 +154,7 @@ def test_float32_does_not_overflow_far_from_the_old_policy(
     results = _run(algorithm, logprobs, entropy, batch)
     assert all(x.dtype == np.float32 for x in results)
     assert all(np.all(np.isfinite(x)) for x in results)
-    assert np.all(np.asarray(results[2]) <= np.exp(np.float32(20)))
+    assert np.all(results[2] <= np.exp(np.float32(20)))
 
 
 @QUICK

@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +11,17 @@ from stppo_jax.rl import segments
 from tests.rl import batches
 from tests.rl import twins
 
+_CASES = tuple(itertools.product(segments.LEVELS, ratios.REDUCES))
 
-@functools.partial(
-  jax.jit, static_argnames=('level', 'gradient', 'reduce', 'implementation')
-)
-def _ratio(
-  logprobs,
-  batch,
-  *,
-  level,
-  gradient='segment',
-  reduce='mean',
-  implementation='segment_sum',
-):
+
+@functools.partial(jax.jit, static_argnames=('gradient', 'implementation'))
+def _ratios(logprobs, batch, *, gradient, implementation):
+  """Returns the ratios by level and reduction."""
   log_ratio = ratios.token_log_ratio(
     logprobs, batch.old_logprobs_BL, batch.loss_mask_BL
   )
   with batches.summing(implementation):
-    return jnp.exp(
+    found = [
       ratios.level_log_ratio(
         log_ratio,
         batch,
@@ -36,7 +30,9 @@ def _ratio(
         reduce=reduce,
         num_turns=batches.T,
       )
-    )
+      for level, reduce in _CASES
+    ]
+  return dict(zip(_CASES, map(jnp.exp, found), strict=True))
 
 
 # The value is the same whatever the gradient: each form has one of both.
@@ -54,46 +50,49 @@ def _ratio(
     for gradient in ratios.GRADIENTS
   ],
 )
-@pytest.mark.parametrize('reduce', ratios.REDUCES)
-@pytest.mark.parametrize('level', segments.LEVELS)
+@pytest.mark.parametrize(('level', 'reduce'), _CASES)
 def test_ratio_is_the_loop(level, gradient, reduce, implementation):
   batch, logprobs, _ = batches.make()
-  actual = _ratio(
-    logprobs,
-    batch,
-    level=level,
-    gradient=gradient,
-    reduce=reduce,
-    implementation=implementation,
-  )
+  actual = _ratios(
+    logprobs, batch, gradient=gradient, implementation=implementation
+  )[level, reduce]
   expected = twins.ratios(logprobs, batch.old_logprobs_BL, batch, level, reduce)
   np.testing.assert_allclose(actual, expected, rtol=1e-13)
 
 
-@pytest.mark.parametrize('level', segments.LEVELS)
-def test_token_gradient_stays_with_the_token(level):
+def test_token_gradient_stays_with_the_token():
   batch, logprobs, _ = batches.make()
   weight = np.where(batch.loss_mask_BL, batch.advantages_BL, 0)
-  ratio = _ratio(logprobs, batch, level=level)
-  actual = jax.grad(
-    lambda x: jnp.sum(weight * _ratio(x, batch, level=level, gradient='token'))
-  )(logprobs)
-  np.testing.assert_allclose(actual, weight * ratio, rtol=1e-13)
+  form = {'implementation': 'segment_sum'}
+  ratio = _ratios(logprobs, batch, gradient='segment', **form)
+
+  @jax.jit
+  def gradients(logprobs):
+    def run(x):
+      found = _ratios(x, batch, gradient='token', **form)
+      return {level: found[level, 'mean'] for level in segments.LEVELS}
+
+    found, pull = jax.vjp(run, logprobs)
+    zeros = jax.tree.map(jnp.zeros_like, found)
+    return {level: pull(zeros | {level: weight})[0] for level in found}
+
+  for level, actual in gradients(logprobs).items():
+    expected = weight * np.asarray(ratio[level, 'mean'])
+    np.testing.assert_allclose(actual, expected, rtol=1e-13, err_msg=level)
 
 
 def test_log_ratios_are_limited():
   mask = np.ones((1, 3), bool)
-  log_ratio = ratios.token_log_ratio(
-    np.array([[50.0, -60.0, 1.0]]), np.zeros((1, 3)), mask
-  )
+  batch = batches.make()[0].replace(loss_mask_BL=mask)
+
+  @jax.jit
+  def run(logprobs, log_ratio):
+    options = {'level': 'sequence', 'gradient': 'segment', 'reduce': 'sum'}
+    return (
+      ratios.token_log_ratio(logprobs, np.zeros((1, 3)), mask),
+      ratios.level_log_ratio(log_ratio, batch, num_turns=1, **options),
+    )
+
+  log_ratio, total = run(np.array([[50.0, -60.0, 1.0]]), np.full((1, 3), 19.0))
   np.testing.assert_array_equal(log_ratio, [[20.0, -20.0, 1.0]])
-  batch, _, _ = batches.make()
-  total = ratios.level_log_ratio(
-    np.full((1, 3), 19.0),
-    batch.replace(loss_mask_BL=mask),
-    level='sequence',
-    gradient='segment',
-    reduce='sum',
-    num_turns=1,
-  )
   np.testing.assert_array_equal(total, np.full((1, 3), 20.0))

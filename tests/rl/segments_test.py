@@ -22,26 +22,36 @@ def implementation(request):
 EACH = pytest.mark.usefixtures('implementation')
 
 
-@EACH
-@pytest.mark.parametrize('level', segments.LEVELS)
-def test_every_level_sums_its_members(level):
-  batch, x, _ = batches.make()
-  chosen = segments.level_segments(level, batch, num_turns=batches.T)
-  run = jax.jit(
-    lambda x: segments.segment_spread(
-      segments.segment_totals(x, chosen), chosen
-    )
-  )
-  expected = np.zeros(x.shape)
+def _twin(x, level, batch, mean=False):
+  """Returns for every token the sum, or the mean, of its segment."""
+  out = np.zeros(x.shape)
   for tokens in twins.members(level, batch):
-    for b, i in tokens:
-      expected[b, i] = sum(x[token] for token in tokens)
-  np.testing.assert_allclose(run(x), expected, rtol=1e-13)
+    for token in tokens:
+      out[token] = sum(x[t] for t in tokens) / (len(tokens) if mean else 1)
+  return out
+
+
+@EACH
+def test_every_level_sums_its_members():
+  batch, x, _ = batches.make()
+
+  @jax.jit
+  def run(x, batch):
+    out = {}
+    for level in segments.LEVELS:
+      own = segments.level_segments(level, batch, num_turns=batches.T)
+      totals = segments.segment_totals(x, own)
+      out[level] = segments.segment_spread(totals, own)
+    return out
+
+  for level, actual in run(x, batch).items():
+    expected = _twin(x, level, batch)
+    np.testing.assert_allclose(actual, expected, rtol=1e-13, err_msg=level)
 
 
 @EACH
 def test_gradient_and_poison():
-  three = segments.Segments(jnp.asarray(IDS), 3)
+  three = segments.Segments(IDS, 3)
   weight = np.arange(6.0).reshape(2, 3)
 
   def loss(x):
@@ -64,24 +74,29 @@ def test_gradient_and_poison():
 
 @EACH
 def test_ids_beyond_the_last_segment_are_in_none():
-  two = segments.Segments(jnp.asarray(IDS), 2)
-  totals = segments.segment_totals(X, two)
+  two = segments.Segments(IDS, 2)
+
+  @jax.jit
+  def run(x):
+    totals = segments.segment_totals(x, two)
+    return totals, segments.segment_spread(totals, two)
+
+  totals, spread = run(X)
   np.testing.assert_array_equal(totals, [[3, 3], [0, 5]])
-  spread = segments.segment_spread(totals, two)
-  assert spread[0, 5] == 0
+  assert np.asarray(spread)[0, 5] == 0
 
 
 def test_starts_are_the_first_tokens_of_segments():
-  starts = segments.segment_starts(segments.Segments(jnp.asarray(IDS), 3))
+  run = jax.jit(lambda ids: segments.segment_starts(segments.Segments(ids, 3)))
   np.testing.assert_array_equal(
-    starts,
+    run(IDS),
     np.array([[0, 1, 0, 0, 1, 1], [1, 0, 0, 0, 0, 0]], bool),
   )
 
 
 def _hlo(num_segments, platform):
   """Returns the program of sums and means, and of their gradients."""
-  own = segments.Segments(jnp.asarray(IDS), num_segments)
+  own = segments.Segments(IDS, num_segments)
   total = lambda x: (
     jnp.sum(segments.segment_totals(x, own) ** 2)
     + jnp.sum(segments.segment_means(x, own) ** 2)
@@ -103,8 +118,8 @@ def test_a_small_segment_after_a_large_one_keeps_its_digits():
   ids = np.concatenate([np.full(size, k) for k, (_, size) in sizes.items()])
   parts = [np.full(n, total / n) for total, n in sizes.values()]
   x = np.concatenate(parts).astype(np.float32)
-  two = segments.Segments(jnp.asarray(ids[None], jnp.int32), 2)
-  totals = segments.segment_totals(x[None], two)
+  two = segments.Segments(ids[None].astype(np.int32), 2)
+  totals = jax.jit(lambda x: segments.segment_totals(x, two))(x[None])
   exact = [math.fsum(x[ids == 1]), math.fsum(x[ids == 2])]
   np.testing.assert_allclose(totals, [exact], rtol=1e-6)
 
@@ -112,19 +127,15 @@ def test_a_small_segment_after_a_large_one_keeps_its_digits():
 @EACH
 def test_means_are_totals_over_counts_and_their_own_transpose():
   batch, x, pulled = batches.make()
-  turns = segments.level_segments('turn', batch, num_turns=batches.T)
   poisoned = batches.poison_array(x, batch.loss_mask_BL, np.nan)
 
-  def means(x):
-    return segments.segment_means(x, turns)
+  @jax.jit
+  def run(x, batch, pulled):
+    turns = segments.level_segments('turn', batch, num_turns=batches.T)
+    value, pull = jax.vjp(lambda x: segments.segment_means(x, turns), x)
+    return value, pull(pulled)[0]
 
-  def twin(x):
-    out = np.zeros(x.shape)
-    for tokens in twins.members('turn', batch):
-      for token in tokens:
-        out[token] = sum(x[t] for t in tokens) / len(tokens)
-    return out
-
-  value, pull = jax.vjp(means, poisoned)
-  np.testing.assert_allclose(value, twin(x), rtol=1e-13)
-  np.testing.assert_allclose(pull(pulled)[0], twin(pulled), rtol=1e-13)
+  found = run(poisoned, batch, pulled)
+  for actual, array in zip(found, (x, pulled), strict=True):
+    expected = _twin(array, 'turn', batch, mean=True)
+    np.testing.assert_allclose(actual, expected, rtol=1e-13)

@@ -19,6 +19,7 @@ from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from tests.models import tiny
 from tests.rollout import dialogues
+from tests.sampling import tiny_engine
 from tests.sampling import vocabularies
 
 _STATUS = types.TrajectoryStatus
@@ -76,7 +77,7 @@ def new_engine(**changes):
       slots=_SLOTS,
       max_length=_MAX_LENGTH,
       sampling=sampler.Sampling(temperature=1.0),
-      prefill_chunk=8,
+      prefill_chunk=12,
       decode_chunk=4,
       lookahead=1,
       lanes=1,
@@ -107,9 +108,9 @@ class _Watched:
 
 def test_sampled_trajectories_are_what_the_trainer_reads():
   engine = _engine(deterministic=True)
-  keys = jax.random.split(jax.random.key(0), _SLOTS)
+  keys = tiny_engine.keys(_SLOTS)
   # The first two are one question; the last one runs out of room.
-  texts = ['why?', 'why?', 'the of', 'a question that goes on, and on']
+  texts = ['why, and why?'] * 2 + ['who is it, and?', 'a question that is long']
   questions = [dialogues.question(text, text) for text in texts]
   environment = TwoAnswers({})
   with dialogues.collector(engine, environment, **_OPTIONS) as collector:
@@ -126,7 +127,7 @@ def test_sampled_trajectories_are_what_the_trainer_reads():
   assert batch.group_ids_B.tolist() == [0, 0, 1, 2]
   assert not np.array_equal(batch.tokens_BL[0], batch.tokens_BL[1])
   trainer = functools.partial(_MODEL.logprobs_and_entropy, temperature=1.0)
-  logprobs_BL, _ = jax.jit(trainer)(_PARAMS, batch.tokens_BL)
+  logprobs_BL, _ = jax.device_get(jax.jit(trainer)(_PARAMS, batch.tokens_BL))
   mask_BL = batch.loss_mask_BL
   assert mask_BL.sum() > 4 * 6
   np.testing.assert_allclose(
@@ -190,7 +191,7 @@ def test_trajectories_do_not_depend_on_the_order_of_answers(deterministic):
   engine = _engine(deterministic=deterministic)
   texts = [f'{"why " * (n % 4)}{n}?' for n in range(6)]
   questions = [dialogues.question(text, text) for text in texts]
-  row_keys = jax.random.split(jax.random.key(1), 12)
+  row_keys = tiny_engine.keys(12, seed=1)
 
   def collected(environment):
     options = {'group_size': 2, **_OPTIONS}
@@ -217,7 +218,7 @@ def test_the_engine_decodes_while_the_environment_answers():
   )
   questions = [dialogues.question('why?')] * 12
   with dialogues.collector(engine, environment, **_OPTIONS) as collector:
-    collector.collect(questions, jax.random.split(jax.random.key(1), 12))
+    collector.collect(questions, tiny_engine.keys(12, seed=1))
   assert max(waiting) > 0  # polls did not wait for all answers
 
 
@@ -225,8 +226,10 @@ def test_the_engine_decodes_while_the_environment_answers():
   'deterministic', [True, pytest.param(False, marks=pytest.mark.slow)]
 )
 def test_an_interrupted_collection_leaves_nothing_behind(deterministic):
-  questions = [dialogues.question(text) for text in ('why?', 'the of', 'so')]
-  row_keys = jax.random.split(jax.random.key(2), 6)
+  questions = [
+    dialogues.question(text) for text in ('why?', 'the of', 'so', 'is')
+  ]
+  row_keys = tiny_engine.keys(8, seed=2)
   until = []
 
   def interrupt():

@@ -7,13 +7,13 @@ import functools
 import threading
 import time
 
-import jax
 import pytest
 
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import shared_engine
 from tests.rollout import dialogues
 from tests.rollout import sampled_test
+from tests.sampling import tiny_engine
 from tests.sampling import vocabularies
 
 _STEPS, _SECONDS = 3, 60.0
@@ -35,7 +35,7 @@ def _step(step):
   """Returns the questions and the keys of a step."""
   texts = [f'{"why " * (n % 3)}{step}{n}?' for n in range(4)]
   questions = [dialogues.question(text, text) for text in texts]
-  return questions, jax.random.split(jax.random.key(step), 8)
+  return questions, tiny_engine.keys(8, seed=step)
 
 
 class _Record(dict):

@@ -5,7 +5,6 @@ import functools
 from hypothesis import given
 from hypothesis import strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
@@ -15,10 +14,7 @@ from stppo_jax.sampling import sampler
 
 _V = 7
 _ROWS = 64
-_truncate = jax.jit(sampler.truncate, static_argnums=1)
-_sample = jax.jit(
-  functools.partial(sampler.sample, branches=True), static_argnums=3
-)
+_SAMPLES = 8192
 
 
 def _left(logits, top_k=0, top_p=1.0, min_p=0.0):
@@ -50,18 +46,27 @@ def _left(logits, top_k=0, top_p=1.0, min_p=0.0):
   return left
 
 
-def _kept(logits_SV, sampling):
+@jax.jit
+def _truncated(logits_SV):
+  """Returns what each truncation leaves of logits."""
+  return [
+    sampler.truncate(logits_SV, sampler.Sampling(1.0, **options))
+    for options in _OPTIONS
+  ]
+
+
+def _kept(logits_SV, options):
   """Returns the tokens of each row that the sampler's truncation leaves."""
-  # Always as many rows, so that each truncation is compiled once.
+  # Always as many rows, so that truncation is compiled once.
   padded_SV = np.resize(logits_SV, (_ROWS, _V))
-  left_SV = np.asarray(_truncate(padded_SV, sampling))[: len(logits_SV)]
+  left_SV = _truncated(padded_SV)[_OPTIONS.index(options)]
+  left_SV = np.asarray(left_SV)[: len(logits_SV)]
   kept_SV = np.isfinite(left_SV)
   np.testing.assert_array_equal(left_SV[kept_SV], logits_SV[kept_SV])
   assert (left_SV[~kept_SV] == -np.inf).all()
   return [set(np.flatnonzero(kept_V).tolist()) for kept_V in kept_SV]
 
 
-# Few, because each is another program to compile.
 _OPTIONS = [
   {},
   {'top_k': 1},
@@ -84,7 +89,7 @@ _OPTIONS = [
 def test_truncation_equals_loops(options):
   logits_SV = np.random.default_rng(0).normal(0, 1.5, (_ROWS, _V))
   logits_SV = logits_SV.astype(np.float32)
-  kept = _kept(logits_SV, sampler.Sampling(1.0, **options))
+  kept = _kept(logits_SV, options)
   assert kept == [_left(logits_V, **options) for logits_V in logits_SV]
   if options.get('top_k') == 1 or options.get('min_p') == 1:
     assert all(len(left) == 1 for left in kept)
@@ -96,7 +101,7 @@ def test_truncation_equals_loops(options):
 )
 def test_truncation_equals_loops_on_any_logits(logits, options):
   logits_SV = np.array([logits], np.float32)
-  (kept,) = _kept(logits_SV, sampler.Sampling(1.0, **options))
+  (kept,) = _kept(logits_SV, options)
   assert kept == _left(np.float64(logits), **options)
 
 
@@ -121,14 +126,37 @@ def _probs(sampling):
   return scipy.special.softmax(logits_V), scipy.special.softmax(left_V)
 
 
+def _draw(sampling, greedy, logits_SV, key_data_S2, positions_S):
+  keys_S = jax.random.wrap_key_data(key_data_S2)
+  return sampler.sample(
+    logits_SV, keys_S, positions_S, sampling, greedy, branches=True
+  )
+
+
+@jax.jit
+def _draw_all(greedy, *rows):
+  return [_draw(sampling, greedy, *rows) for sampling in _TRUNCATED]
+
+
+def _keys(seed, count=_SAMPLES):
+  """Returns the data of a key for each row."""
+  return np.random.default_rng(seed).integers(
+    2**32, size=(count, 2), dtype='u4'
+  )
+
+
+def _sample(sampling, greedy, *rows):
+  """Returns a sample of each row; others make the batch one of `_SAMPLES`."""
+  rows = *rows, np.arange(_SAMPLES, dtype=np.int32)  # positions, if not given
+  padded = [np.resize(x, (_SAMPLES, *x.shape[1:])) for x in rows[:3]]
+  sampled = _draw_all(greedy, *padded)[_TRUNCATED.index(sampling)]
+  return jax.tree.map(lambda x: np.asarray(x)[: len(rows[0])], sampled)
+
+
 @functools.cache
-def _samples(sampling, count=8192):
+def _samples(sampling):
   """Returns samples of `_LOGITS_V`, each with a key of its own."""
-  keys_S = jax.random.split(jax.random.key(3), count)
-  logits_SV = jnp.broadcast_to(_LOGITS_V, (count, _V))
-  positions_S = jnp.arange(count, dtype=jnp.int32)
-  sampled = _sample(logits_SV, keys_S, positions_S, sampling, False)
-  return jax.tree.map(np.asarray, sampled)
+  return _sample(sampling, False, np.tile(_LOGITS_V, (_SAMPLES, 1)), _keys(3))
 
 
 @pytest.mark.parametrize('sampling', _TRUNCATED, ids=str)
@@ -170,9 +198,7 @@ def test_both_logprobs_are_exact(sampling):
 @pytest.mark.parametrize('sampling', _TRUNCATED, ids=str)
 def test_greedy_takes_the_most_probable_token_with_any_key(sampling):
   logits_SV = np.random.default_rng(1).normal(size=(32, _V)).astype(np.float32)
-  keys_S = jax.random.split(jax.random.key(0), 32)
-  positions_S = jnp.arange(32, dtype=jnp.int32)
-  sampled = _sample(logits_SV, keys_S, positions_S, sampling, True)
+  sampled = _sample(sampling, True, logits_SV, _keys(0, 32))
   np.testing.assert_array_equal(sampled.tokens_S, logits_SV.argmax(1))
   probs_SV = scipy.special.softmax(logits_SV / sampling.temperature, axis=1)
   np.testing.assert_allclose(
@@ -182,16 +208,11 @@ def test_greedy_takes_the_most_probable_token_with_any_key(sampling):
 
 def test_the_noise_is_new_at_every_position():
   # Were it a function of the row alone, a row would repeat its choice.
-  count = 8192
-  logits_SV = jnp.zeros((count, _V))
-  positions_S = jnp.arange(count, dtype=jnp.int32)
+  logits_SV = np.zeros((_SAMPLES, _V), np.float32)
   tokens = []
   for seed in (0, 0, 1):
-    keys_S = jnp.broadcast_to(jax.random.key(seed), count)
-    sampled = _sample(
-      logits_SV, keys_S, positions_S, sampler.Sampling(1.0), False
-    )
-    tokens.append(np.asarray(sampled.tokens_S))
+    sampled = _sample(_TRUNCATED[0], False, logits_SV, _keys(seed, 1))
+    tokens.append(sampled.tokens_S)
   first, again, other = tokens
   np.testing.assert_array_equal(first, again)
   # All pairs are as frequent: of neighbouring positions, and of two keys.
@@ -201,20 +222,21 @@ def test_the_noise_is_new_at_every_position():
 
 
 def test_a_sample_depends_on_key_and_position_only():
-  sampling = sampler.Sampling(1.0, top_k=5)
+  sampling = _TRUNCATED[2]
   rng = np.random.default_rng(2)
-  logits_SV = rng.normal(size=(16, _V)).astype(np.float32)
-  keys_S = jax.random.split(jax.random.key(5), 16)
-  positions_S = jnp.asarray(rng.integers(0, 99, 16), jnp.int32)
-  sampled = _sample(logits_SV, keys_S, positions_S, sampling, False)
-  order = rng.permutation(16)
-  moved = _sample(
-    logits_SV[order], keys_S[order], positions_S[order], sampling, False
+  rows = (
+    rng.normal(size=(16, _V)).astype(np.float32),
+    _keys(5, 16),
+    rng.integers(0, 99, 16).astype(np.int32),
   )
+  sampled = _sample(sampling, False, *rows)
+  order = rng.permutation(16)
+  moved = _sample(sampling, False, *(x[order] for x in rows))
   for x_S, moved_S in zip(sampled, moved):
-    np.testing.assert_array_equal(np.asarray(x_S)[order], moved_S)
+    np.testing.assert_array_equal(x_S[order], moved_S)
   # The size of the batch does not matter either.
-  few = _sample(logits_SV[:8], keys_S[:8], positions_S[:8], sampling, False)
+  draw = jax.jit(functools.partial(_draw, sampling, False))
+  few = draw(*(x[:8] for x in rows))
   np.testing.assert_array_equal(few.tokens_S, sampled.tokens_S[:8])
 
 
@@ -223,15 +245,8 @@ def test_greedy_takes_the_first_of_equal_tokens_and_an_id_among_nans():
   logits_SV[0, [2, 5]] = 1.0
   logits_SV[1] = -np.inf
   logits_SV[2, 3] = np.nan
-  keys_S = jax.random.split(jax.random.key(0), _ROWS)
-  tokens_S = _sample(
-    logits_SV,
-    keys_S,
-    np.arange(_ROWS, dtype=np.int32),
-    sampler.Sampling(temperature=1.0),
-    True,
-  ).tokens_S
-  assert tokens_S.dtype == jnp.int32
+  tokens_S = _sample(_TRUNCATED[0], True, logits_SV, _keys(0)).tokens_S
+  assert tokens_S.dtype == np.int32
   assert tokens_S[0] == 2
   assert tokens_S[1] == tokens_S[3] == 0
   assert 0 <= tokens_S[2] < _V

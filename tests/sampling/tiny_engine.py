@@ -210,8 +210,14 @@ def engine(**changes) -> engine_lib.Engine:
 
 
 def keys(count: int, seed: int = 0) -> jax.Array:
-  """Returns a key for each row."""
-  return jax.random.split(jax.random.key(seed), count)
+  """Returns a key for each of up to 512 rows, the same in any number."""
+  return jax.random.wrap_key_data(_key_data(seed)[:count])
+
+
+@functools.cache
+def _key_data(seed):
+  keys = jax.random.split(jax.random.key(seed), 512)
+  return np.asarray(jax.random.key_data(keys))
 
 
 def ids(seed: int, count: int) -> np.ndarray:

@@ -20,9 +20,7 @@ _MODES = {'fixed shapes': True, 'active rows': False}
 
 
 def _engine(**changes):
-  engine, (driver,) = tiny_engine.engine_and_drivers(
-    slots=6, decode_chunk=2, early_exit=0.25, **changes
-  )
+  engine, (driver,) = tiny_engine.engine_and_drivers(early_exit=0.25, **changes)
   return engine, driver
 
 
@@ -157,7 +155,7 @@ _REFERENCES = {'keep': _replayed, 'recompute': _recomputed}
 def test_no_turn_has_tokens_of_two_versions(mode, turn_swaps):
   engine, _ = _engine(deterministic=_MODES[mode], turn_swaps=turn_swaps)
   # Whole groups, so that prompts are copied between slots, too.
-  found = _collect(engine, 300, group_size=3)
+  found = _collect(engine, 300, group_size=2)
   tokens_BL, logprobs_BL, mask_BL, versions_BL = _arrays(found)
   assert sum(len(dialogue.spans) for dialogue, _ in found) >= 1000
   assert sum(len(set(versions)) > 1 for _, versions in found) >= 200

@@ -127,9 +127,9 @@ def test_files_lie_in_the_root_of_the_data_or_in_the_working_directory(
     ([f'--config.data.root={root}'], 'questions'),
     ([corpus], 'mine'),
   ):
-    assert _evaluate(*run, *flags, f'--sets={name}.jsonl limit=3') == 0
+    assert _evaluate(*run, *flags, f'--sets={name}.jsonl limit=8') == 0
     _, _, *rows = capsys.readouterr().out.splitlines()
-    assert sum(int(row.split()[1]) for row in rows) == 3
+    assert sum(int(row.split()[1]) for row in rows) == 8
   root = f'--config.data.root={data}'
   err = refused('evaluate', *run, root, '--sets=test.jsonl limit=3')
   assert 'test.jsonl' in err and f'{data} or {here}' in err
@@ -147,10 +147,10 @@ def test_an_interrupted_evaluation_goes_on(data, evaluated, tmp_path, capsys):
   identity = (evaluated / 'evaluation.json').read_bytes()
   (tmp_path / 'evaluation.json').write_bytes(identity)
   path = tmp_path / 'dialogues.jsonl'
-  path.write_bytes(b''.join(whole[:9]) + whole[9][:40])
+  path.write_bytes(b''.join(whole[:8]) + whole[8][:40])
   assert _evaluate(*_flags(data), f'--out={tmp_path}') == 0
   lines = path.read_bytes().splitlines(keepends=True)
-  assert lines[:9] == whole[:9] and sorted(lines) == sorted(whole)
+  assert lines[:8] == whole[:8] and sorted(lines) == sorted(whole)
   for name in ('results.json', 'results.md', 'answers.jsonl'):
     assert (tmp_path / name).read_bytes() == (evaluated / name).read_bytes()
   # Complete, it is only reported again.

@@ -19,7 +19,6 @@ _SMALL = {
   'preference__num_epochs': 3,
   'policy_optimizer__learning_rate': 5e-3,
   'policy_optimizer__warmup_updates': 0,
-  'rollout__length_bucket': 32,
   'checkpoint__every': 99,
   'writer__tensorboard': False,
 }

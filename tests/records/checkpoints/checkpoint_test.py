@@ -58,21 +58,22 @@ def _state(mesh, seed=0):
   """Returns a state with all dtypes, shardings and containers of runs."""
   sharded = NamedSharding(mesh, P('fsdp', None))
   whole = NamedSharding(mesh, P())
-  key = jax.random.key(seed)
+  rng = np.random.default_rng(seed)
   params = {
-    'layers': {'w': jax.random.normal(key, (16, 8))},
-    'half': jax.random.normal(key, (8, 4), jnp.bfloat16),
+    'layers': {'w': rng.standard_normal((16, 8), np.float32)},
+    'half': rng.standard_normal((8, 4)).astype(jnp.bfloat16),
   }
+  shapes = jax.eval_shape(optax.adamw(1e-3).init, params)
+  opt_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
   params = jax.device_put(params, sharded)
-  opt_state = optax.adamw(1e-3).init(params)
   extra = {
-    'flags': jnp.arange(8) % 3 == 0,
-    'ids': jnp.arange(8, dtype=jnp.int32) * (seed + 1),
-    'nan': jnp.array([jnp.nan, -0.0, jnp.inf, 1e-45], jnp.float32),
+    'flags': np.arange(8) % 3 == 0,
+    'ids': np.arange(8, dtype=np.int32) * (seed + 1),
+    'nan': np.array([np.nan, -0.0, np.inf, 1e-45], np.float32),
   }
   params |= jax.device_put(extra, whole)
   opt_state = jax.device_put(opt_state, whole)
-  return _State(params, opt_state, jax.device_put(jnp.int32(seed), whole))
+  return _State(params, opt_state, jax.device_put(np.int32(seed), whole))
 
 
 def _abstract(state):
@@ -80,6 +81,11 @@ def _abstract(state):
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
     state,
   )
+
+
+def _placed(**leaves):
+  """Returns numpy arrays as a state on one device."""
+  return jax.device_put(leaves, jax.devices()[0])
 
 
 def _bits(tree):
@@ -138,7 +144,7 @@ def test_the_best_step_is_kept_beside_the_newest(tmp_path):
     saver = checkpoint.Checkpointer(tmp_path, keep=2)
     for step in steps:
       score = {} if scores[step] is None else {'score': scores[step]}
-      saver.save(step, {'x': jnp.ones(2)}, score)
+      saver.save(step, _placed(x=np.ones(2, np.float32)), score)
     saver.close()
   reader = checkpoint.Checkpointer(tmp_path, read_only=True)
   assert reader.steps() == [3, 5, 6]  # of equals the newest is the best
@@ -153,7 +159,7 @@ def test_the_best_step_is_kept_beside_the_newest(tmp_path):
 def test_every_mth_step_is_kept(tmp_path):
   saver = checkpoint.Checkpointer(tmp_path, keep=1, keep_every=3)
   for step in range(1, 8):
-    saver.save(step, {'x': jnp.ones(2)}, {})
+    saver.save(step, _placed(x=np.ones(2, np.float32)), {})
   saver.close()
   kept = {int(p.name) for p in (tmp_path / 'checkpoints').iterdir()}
   assert kept == {3, 6, 7}
@@ -178,7 +184,7 @@ def test_a_save_beside_the_loop_has_the_bits_of_its_step(tmp_path):
     donate_argnums=0,
   )
   saver = checkpoint.Checkpointer(tmp_path, keep=3)
-  state = jax.tree.map(jnp.array, _state(_mesh(2, 4), 1))
+  state = update(_state(_mesh(2, 4), 1))
   expected = {}
   for step in (1, 2, 3):
     expected[step] = [x.copy() for x in jax.device_get(jax.tree.leaves(state))]
@@ -197,7 +203,7 @@ def test_a_save_beside_the_loop_has_the_bits_of_its_step(tmp_path):
 def test_a_save_that_check_finds_ended_is_noted_in_the_folder(tmp_path):
   run_folder.write(tmp_path, run_folder.Run('train', 'id', 'digest'))
   saver = checkpoint.Checkpointer(tmp_path, keep=2)
-  saver.save(1, {'x': jnp.arange(8)}, {}, waits=False)
+  saver.save(1, _placed(x=np.ones(2, np.float32)), {}, waits=False)
   while saver.pending.step:
     saver.check()
   # Now: a process that is killed never waits for the save.
@@ -224,16 +230,15 @@ def test_fingerprint_is_the_documented_sum_under_every_sharding():
     for spec in (P(), P('fsdp'), P('data', 'fsdp'), P(None, 'fsdp'))
   ]
   arrays = [jax.device_put(x, sharding) for sharding in shardings]
-  assert set(fingerprint.fingerprints(arrays)) == {_fingerprint_slowly(x)}
-  others = [
-    jnp.arange(7, dtype=jnp.int32) - 3,
-    jnp.asarray(x, jnp.bfloat16),
-    jnp.asarray(x > 0),
-    jnp.int32(5),
-    jnp.arange(24, dtype=jnp.uint8).reshape(2, 3, 4),
+  arrays += [
+    np.arange(7, dtype=np.int32) - 3,
+    x.astype(jnp.bfloat16),
+    x > 0,
+    np.int32(5),
+    np.arange(24, dtype=np.uint8).reshape(2, 3, 4),
   ]
-  expected = [_fingerprint_slowly(y) for y in others]
-  assert fingerprint.fingerprints(others) == expected
+  expected = [_fingerprint_slowly(y) for y in arrays]
+  assert fingerprint.fingerprints(arrays) == expected
 
 
 def test_fingerprint_misses_no_flipped_bit_and_no_swap():
@@ -341,21 +346,21 @@ def _listing(folder):
 @pytest.mark.parametrize(
   ('leaves', 'expected'),
   [
-    ({'a': jnp.zeros(4, jnp.bfloat16)}, 'a: expected bfloat16[4], found float'),
-    ({'a': jnp.zeros((4, 1))}, 'a: expected float32[4,1], found float32[4]'),
-    ({'c': jnp.zeros(2, jnp.int32)}, 'c: expected int32[2], found nothing'),
+    ({'a': np.zeros(4, jnp.bfloat16)}, 'a: expected bfloat16[4], found float'),
+    ({'a': np.ones((4, 1), 'f')}, 'a: expected float32[4,1], found float32[4]'),
+    ({'c': np.zeros(2, np.int32)}, 'c: expected int32[2], found nothing'),
     ({'b': None}, 'b: expected nothing, found int32[2]'),
   ],
 )
 def test_a_wrong_config_harms_no_checkpoint(tmp_path, leaves, expected):
-  state = {'a': jnp.arange(4.0), 'b': jnp.ones(2, jnp.int32)}
+  state = _placed(a=np.arange(4, dtype=np.float32), b=np.ones(2, np.int32))
   saver = checkpoint.Checkpointer(tmp_path, keep=2)
   saver.save(1, state, {})
   saver.save(2, state, {})
   before = _listing(tmp_path)
   saver = checkpoint.Checkpointer(tmp_path, keep=2)
   with pytest.raises(checkpoint.OtherState) as caught:
-    saver.restore_latest(state | leaves)
+    saver.restore_latest(state | _placed(**leaves))
   assert f'not fit this config: leaf {expected}' in str(caught.value)
   assert caught.value.exit_code == 2
   assert _listing(tmp_path) == before
@@ -406,16 +411,16 @@ def test_a_foreign_folder_is_set_aside(tmp_path):
 def test_a_full_disk_is_an_error_and_keeps_the_old_step(tmp_path, caplog):
   size = 1 << 18
   saver = checkpoint.Checkpointer(tmp_path, keep=2)
-  state = {'x': jax.random.normal(jax.random.key(0), (size,))}
+  x = np.random.default_rng(0).standard_normal(size, np.float32)
+  state, other = _placed(x=x), _placed(x=x + 1)
   saver.save(1, state, {})
-  fingerprint.fingerprints([state['x'] + 1])  # compiled before the limit
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
   try:
     with pytest.raises(pending_save.SaveFailed, match='step 2 could not be'):
-      saver.save(2, {'x': state['x'] + 1}, {})
+      saver.save(2, other, {})
     # Beside the loop, the failure is told when the next step asks.
-    saver.save(2, {'x': state['x'] + 1}, {}, waits=False)
+    saver.save(2, other, {}, waits=False)
     with pytest.raises(pending_save.SaveFailed, match='step 2 could not be'):
       while saver.pending.step:
         saver.check()
@@ -424,24 +429,27 @@ def test_a_full_disk_is_an_error_and_keeps_the_old_step(tmp_path, caplog):
   assert not [record for record in caplog.records if record.exc_info]
   assert saver.steps() == [1] and saver.pending.saved == 1
   assert saver.restore_latest(state)[0] == 1
-  saver.save(2, {'x': state['x'] + 1}, {})  # there is room again
+  saver.save(2, other, {})  # there is room again
   step, restored, _ = saver.restore_latest(state)
   assert step == 2
-  assert np.array_equal(restored['x'], np.asarray(state['x'] + 1))
+  assert np.array_equal(restored['x'], x + 1)
 
 
 _SAVE_FOR_EVER = textwrap.dedent("""
     import itertools, sys
-    import jax.numpy as jnp
+    import jax
+    import numpy as np
     from stppo_jax.records.checkpoints import checkpoint
     saver = checkpoint.Checkpointer(sys.argv[1], keep=2)
-    state = {'x': jnp.zeros(1 << 16), 'y': jnp.zeros(1 << 16)}
+    of_step = lambda step: jax.device_put(
+      dict.fromkeys('xy', np.full(1 << 16, step, np.float32)), jax.devices()[0]
+    )
+    state = of_step(0)
     restored = saver.restore_latest(state)
     first = restored[0] + 1 if restored else 1
     print('ready', flush=True)
     for step in itertools.count(first):
-      state = {name: jnp.full(1 << 16, step, jnp.float32) for name in state}
-      saver.save(step, state, {'step': step})
+      saver.save(step, of_step(step), {'step': step})
       print(step, flush=True)
 """)
 
@@ -462,7 +470,8 @@ def test_a_kill_at_any_moment_leaves_only_complete_steps(tmp_path, kills):
     time.sleep(pause)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    target = {'x': jnp.zeros(1 << 16), 'y': jnp.zeros(1 << 16)}
+    zeros = np.zeros(1 << 16, np.float32)
+    target = _placed(x=zeros, y=zeros)
     saver = checkpoint.Checkpointer(tmp_path, keep=2)
     step, state, host = saver.restore_latest(target)
     assert step > saved and host == {'step': step}
@@ -478,10 +487,11 @@ def test_a_kill_at_any_moment_leaves_only_complete_steps(tmp_path, kills):
 
 def test_a_subtree_is_read_alone(tmp_path):
   layout = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  whole = {'policy': {'w': jnp.arange(6.0)}, 'value': {'w': jnp.ones(3)}}
+  one = np.arange(6, dtype=np.float32)
   with contextlib.closing(checkpoint.Checkpointer(tmp_path)) as saving:
     for step in (1, 2):
-      saving.save(step, jax.tree.map(lambda x: x + step, whole), {'n': step})
+      state = _placed(policy={'w': one + step}, value={'w': one[:3]})
+      saving.save(step, state, {'n': step})
   shape = {'w': jax.ShapeDtypeStruct((6,), jnp.float32, sharding=layout)}
   reading = checkpoint.Checkpointer(tmp_path, read_only=True)
   with contextlib.closing(reading):
@@ -492,7 +502,7 @@ def test_a_subtree_is_read_alone(tmp_path):
       )
       assert (step, host) == (found, {'n': found})
       assert part.keys() == {'w'}
-      np.testing.assert_array_equal(part['w'], np.arange(6.0) + found)
+      np.testing.assert_array_equal(part['w'], one + found)
     assert reading.restore_latest(shape, subtree='policy', step=3) is None
     with pytest.raises(checkpoint.OtherState, match='leaf value.w: expected f'):
       reading.restore_latest(shape, subtree='value')

@@ -122,7 +122,7 @@ def test_a_failed_turn_is_an_infra_error_of_its_row_alone(served):
 
 def test_a_config_collects_with_a_server(served):
   tokenizer = tokenizer_lib.phrase_tokenizer(prompts.phrases(['b', 'c']))
-  policy = tiny.model(vocab_size=tokenizer.vocab_size)
+  policy = tiny.model(vocab_size=tokenizer.vocab_size, num_layers=1)
   model = model_server.ModelServer(
     policy,
     tiny.params(policy),

@@ -10,7 +10,7 @@ from stppo_jax.tools.lab import saved_batch
 from tests.rl import batches
 from tests.tools.lab import batch_arrays
 
-_NAMES = ('token_ppo', 's_ppo', 'turn_ppo')
+_NAMES = ('token_ppo', 'turn_ppo', 'st_ppo')
 
 
 pytestmark = pytest.mark.usefixtures('double_precision')
@@ -53,7 +53,7 @@ def test_cosines_are_those_of_the_gradients(compared):
       assert found.cosines[a][b] == pytest.approx(expected, rel=1e-12)
   assert found.cosines['token_ppo']['turn_ppo'] < 0.99
   # A common factor changes no direction.
-  assert found.cosines['token_ppo']['s_ppo'] == pytest.approx(1, rel=1e-12)
+  assert found.cosines['turn_ppo']['st_ppo'] == pytest.approx(1, rel=1e-12)
 
 
 def test_a_silenced_token_has_an_advantage_and_no_gradient(compared):

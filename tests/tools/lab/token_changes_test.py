@@ -24,7 +24,7 @@ def _row(log_ratio, advantages, turns):
 
 def test_a_token_ratio_multiplies_its_token():
   ratio = np.array([0.5, 0.5, 1.0, 1.1, 1.5, 1.5, 1.0])
-  arrays = _row(np.log(ratio), [1, -1, 1, 1, 1, -1, 0], [1] * 7)
+  arrays = _row(np.log(ratio), [1, -1, 1, 1, 1, -1, 0], [1] * 4 + [2] * 3)
   found = token_changes.multipliers(batches.algorithm('token_ppo'), arrays)
   # Cut below the bounds where the advantage is negative, above them where it is
   # positive; the median of 0.5, 1, 1.1 and 1.5 is 1.05.
@@ -33,7 +33,7 @@ def test_a_token_ratio_multiplies_its_token():
 
 
 def test_a_factor_of_all_tokens_is_no_change():
-  arrays = _row(np.full(3, 0.1), [1, -2, 3], [1, 1, 2])
+  arrays = _row(np.full(7, 0.1), [1, -2, 3, 1, -1, 2, 1], [1] * 4 + [2] * 3)
   for name in ('token_ppo', 'turn_ppo'):
     found = token_changes.multipliers(batches.algorithm(name), arrays)
     np.testing.assert_allclose(found, 1, rtol=1e-12)
