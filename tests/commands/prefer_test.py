@@ -12,7 +12,6 @@ from tests.training import runs
 _FLAGS = {
   'num_steps': None,
   'preference__batch_size': 8,
-  'rollout__length_bucket': 32,
   'checkpoint__every': 99,
   'writer__tensorboard': False,
 }
