@@ -149,7 +149,7 @@ OBJECTIVE = additions.Addition(
       'LOGPROBS = np.array([[-1.0, -2.0, -3.0, -1.0, -2.0, -3.0]])',
       """
         def test_rising_by_hand():
-          _, cut = _of('rising')(RATIO, LOGPROBS)
+          _, cut = _objective('rising', RATIO, ADVANTAGES)
           np.testing.assert_array_equal(cut, ADVANTAGES < 0)
       """,
     ),
