@@ -27,7 +27,7 @@ _CASES = {name: {} for name in advantages.ADVANTAGES} | {
   'monte_carlo': {'gamma': 0.9},
   'gigpo, history': {'history': 2, 'normalize': 'none'},
 }
-# Each is a program to compile, and its sums are those of another case.
+# Each case is a program to compile. The sums of these are those of others.
 _SLOW = (
   *('gae, bilevel', 'decoupled_gae, explained', 'gigpo, history'),
   *('group_centered', 'turn_leave_one_out', 'turn_pooled'),

@@ -59,6 +59,14 @@ CASES = {name: (name, {}) for name in algorithms.ALGORITHMS} | {
       'correction__geo_rs__band': 0.1,
     },
   ),
+  'mis_sequence': (
+    'sspo',
+    {
+      'correction__names': ('mis',),
+      'correction__mis__level': 'sequence',
+      'correction__mis__cap': 1.2,
+    },
+  ),
   'every_level': (
     'sspo',
     {
@@ -125,7 +133,7 @@ _ALL_FORMS = ('every_level',)
 _GOLDEN = (
   *('grpo', 'dr_grpo', 'dapo', 'gspo', 'gspo_token', 'cispo', 'reinforce'),
   *('rloo', 'minirl', 'atpo', 'gmpo', 'dppo_tv', 'dppo_kl', 'drpo', 'vespo'),
-  *('clip_cov', 'kl_cov', 'dual_clip'),
+  *('clip_cov', 'kl_cov', 'dual_clip', 'mis_sequence'),
 )
 # Other numbers of rows, and gradients by more arrays, are other programs to
 # compile. Every level and every correction has a case here; the rest are slow
@@ -137,6 +145,8 @@ _OTHER_ROWS = (
   'guarded_st_ppo',
   'dr_grpo',
 )
+# The paper's algorithms; another sum of log-ratios, and another denominator.
+_FLOAT32 = ('token_ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'sspo', 'dr_grpo')
 OTHER_ROWS = pytest.mark.parametrize(
   'case',
   [
@@ -432,7 +442,7 @@ def test_no_gradient_flows_into_advantages_and_the_old_policy():
   [
     pytest.param(
       name,
-      marks=() if name in ('st_ppo', 'sspo', 'dr_grpo') else pytest.mark.slow,
+      marks=() if name in _FLOAT32 else pytest.mark.slow,
     )
     for name in algorithms.ALGORITHMS
   ],

@@ -23,8 +23,8 @@ ROWS = (
   *('gmpo', 'dppo_tv', 'dppo_kl', 'sapo_gate', 'topr', 'vespo'),
   *('clip_cov', 'kl_cov', 'vapo', 'a2tgpo', 'drpo'),
 )
-# Those of them that have a sum of log-ratios, a mean, or another exponent. The
-# others are slow tests where each is a program to compile.
+# These differ in what they exponentiate. Where each algorithm is a program to
+# compile, the tests of the others are slow.
 _EXPONENTS = ('st_ppo', 'sspo', 'dppo_kl', 'vespo', 'a2tgpo')
 _CHANGES = {
   'correction__clipping_bias__tau': 0.5,

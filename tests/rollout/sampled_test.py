@@ -183,9 +183,7 @@ def assert_equal(one, other, *, exact):
         )
 
 
-@pytest.mark.parametrize(
-  'deterministic', [True, pytest.param(False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('deterministic', [True, False])
 @pytest.mark.slow
 def test_trajectories_do_not_depend_on_the_order_of_answers(deterministic):
   engine = _engine(deterministic=deterministic)

@@ -146,8 +146,15 @@ def _keys(seed, count=_SAMPLES):
 
 
 def _sample(sampling, greedy, *rows):
-  """Returns a sample of each row; others make the batch one of `_SAMPLES`."""
-  rows = *rows, np.arange(_SAMPLES, dtype=np.int32)  # positions, if not given
+  """Returns a sample of each row.
+
+  Args:
+    sampling: one of `_TRUNCATED`.
+    greedy: whether to take the most probable token.
+    *rows: logits, keys and, unless they are 0, 1, 2 and so on, positions. The
+      rows are repeated up to `_SAMPLES`, so that one program samples them all.
+  """
+  rows = *rows, np.arange(_SAMPLES, dtype=np.int32)
   padded = [np.resize(x, (_SAMPLES, *x.shape[1:])) for x in rows[:3]]
   sampled = _draw_all(greedy, *padded)[_TRUNCATED.index(sampling)]
   return jax.tree.map(lambda x: np.asarray(x)[: len(rows[0])], sampled)

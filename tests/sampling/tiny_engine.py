@@ -210,7 +210,7 @@ def engine(**changes) -> engine_lib.Engine:
 
 
 def keys(count: int, seed: int = 0) -> jax.Array:
-  """Returns a key for each of up to 512 rows, the same in any number."""
+  """Returns the first keys of 512, one for each row."""
   return jax.random.wrap_key_data(_key_data(seed)[:count])
 
 
