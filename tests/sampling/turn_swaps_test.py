@@ -187,12 +187,14 @@ def test_three_versions_of_weights_are_held_at_most(turn_swaps):
   assert 1.9 < max(held) - held[0] < 2.5
 
 
-def _result(found):
-  return [(d.tokens, d.logprobs, versions) for d, versions in found]
-
-
 def test_weights_that_do_not_change_change_nothing():
-  expected = _result(_collect(_engine(deterministic=True)[0], 18, swap=0.0))
+  tokens_BL, logprobs_BL, *others = _arrays(
+    _collect(_engine(deterministic=True)[0], 18, swap=0.0)
+  )
   for turn_swaps in _REFERENCES:
     engine, _ = _engine(deterministic=True, turn_swaps=turn_swaps)
-    assert _result(_collect(engine, 18, swap=0.0)) == expected
+    found = _arrays(_collect(engine, 18, swap=0.0))
+    np.testing.assert_array_equal(found[0], tokens_BL)
+    np.testing.assert_array_equal(found[2:], others)
+    # Waves or not, slots are read in other groups: some CPUs add otherwise then.
+    np.testing.assert_allclose(found[1], logprobs_BL, rtol=0, atol=2e-6)
