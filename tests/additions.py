@@ -79,96 +79,6 @@ ENVIRONMENT = Addition(
   """,
 )
 
-ENVIRONMENT_WITH_OPTIONS = Addition(
-  (
-    Insertion(
-      'stppo_jax/envs/echo.py',
-      '',
-      '''
-        """Says again what the policy says, some times."""
-
-        from stppo_jax import types
-        from stppo_jax.envs import protocol
-
-
-        class EchoEnvironment(protocol.Environment):
-          """Answers `rounds` turns."""
-
-          stop_strings = ('.',)
-          tags = ()
-          main_score = 'turns'
-          needs_retriever = False
-
-          def __init__(self, rounds):
-            self._rounds = rounds
-
-          @classmethod
-          def from_options(cls, options, retriever):
-            del retriever
-            return cls(options['echo']['rounds'])
-
-          def prompt(self, question):
-            return question.text
-
-          async def step(self, question, turn_index, text):
-            if turn_index >= self._rounds:
-              return protocol.Step(
-                protocol.ANSWER, None, types.TrajectoryStatus.COMPLETED
-              )
-            return protocol.Step(
-              'say', protocol.Observation('', text, ''), None
-            )
-
-          def rewards(self, question, prompt, texts, status):
-            return {'turns': len(texts)}, {'turns': len(texts)}
-      ''',
-    ),
-    Insertion(
-      'stppo_jax/envs/environments.py',
-      'from stppo_jax.envs import gymnasium',
-      'from stppo_jax.envs import echo\n',
-    ),
-    Insertion(
-      'stppo_jax/envs/environments.py',
-      'ENVIRONMENTS: dict[str, type[protocol.Environment]] = {',
-      "'echo': echo.EchoEnvironment,\n",
-    ),
-    Insertion(
-      'configs/base.py',
-      "'name': 'search',  # a key of ENVIRONMENTS in envs/environments.py",
-      "'echo': {'rounds': 1},  # how often it says something\n",
-    ),
-    Insertion(
-      'configs/schema.py',
-      "'env.max_turns': _asked(rules.NOT_NEGATIVE),",
-      "'env.echo.rounds': _asked(rules.POSITIVE),\n",
-    ),
-  ),
-  """
-  from stppo_jax import exits
-  from stppo_jax import types
-  from stppo_jax.commands.flags import configuration
-  from stppo_jax.envs import environments
-  from tests.rollout import dialogues
-
-  flags = ['--config=configs/base.py', '--config.env.name=echo']
-  parse = lambda *more: configuration.parse([*flags, *more])
-  config = parse('--config.env.echo.rounds=2')
-  (trajectory,) = dialogues.collect_scripts(
-    [['a.', 'b.', 'c.']],
-    environments.find('echo').from_options(config.env.to_dict(), None),
-    [types.Question('1', 'Speak.', (), 'speech')],
-  )
-  assert trajectory.rewards == {'turns': 3}
-  try:
-    parse('--config.env.echo.rounds=0')
-  except exits.Misconfigured as error:
-    assert 'env.echo.rounds=0: must be' in str(error)
-  else:
-    raise AssertionError('the rule was not checked')
-  """,
-)
-
 DIALECT = Addition(
   (
     Insertion(
@@ -237,7 +147,7 @@ KEY = Addition(
     Insertion(
       'configs/base.py',
       "'name': 'search',  # a key of ENVIRONMENTS in envs/environments.py",
-      "'greeting': '',  # printed before the configuration\n",
+      "'greeting': 'hi',  # printed before the configuration\n",
     ),
     Insertion(
       'configs/schema.py',

@@ -3,8 +3,6 @@
 import copy
 import re
 
-import pytest
-
 from docs import algorithm_pages
 from docs import descriptions as texts
 from docs import make_algorithms
@@ -22,6 +20,7 @@ _PAGES = {
   )
 }
 _OVERVIEW = _PAGES['algorithms.md']
+_CORRECTIONS = 'correction.names'
 
 
 def _pages(table=algorithms.ALGORITHMS, texts=texts):
@@ -63,12 +62,9 @@ def test_the_pages_are_made_from_the_table():
   assert found == made, 'out of date: make docs'
 
 
-def test_every_algorithm_has_a_description_and_the_other_way_round():
+def test_every_algorithm_and_choice_has_a_description():
   assert list(texts.ALGORITHMS) == list(algorithms.ALGORITHMS)
   assert list(texts.PREFERENCES) == list(preferences.PREFERENCES)
-
-
-def test_every_choice_has_a_description_and_the_other_way_round():
   described = {key: list(names) for key, names in texts.CHOICES.items()}
   assert described == algorithm_pages.choices()
   assert all(q.endswith('?') for q in texts.QUESTIONS.values())
@@ -87,45 +83,28 @@ def test_every_entry_says_how_sure_and_says_something():
     assert text.sure.startswith(tuple(texts.SURE)), name
     assert all(text) and len(text.equation) > 5, name
     assert text.when.endswith('.') and text.sure.endswith('.'), name
-    widest = max(map(len, text.equation.splitlines()))
-    assert widest <= 79, name
-
-
-def test_every_arxiv_id_becomes_a_link():
-  for name, text in _all_texts():
+    assert max(map(len, text.equation.splitlines())) <= 79, name
+    # Every id of arXiv becomes a link.
     ids = re.findall(r'arXiv:? ?(\S+)', text.source)
     assert all(re.match(r'\d{4}\.\d{5}\b', x) for x in ids), name
 
 
-def test_equations_name_every_number_of_their_options():
-  for kind, choices in defaults.DEFAULTS.items():
-    for name, options in choices.items():
-      equation = texts.CHOICES[f'{kind}.name'][name].equation
-      for key, value in options.items():
-        if not isinstance(value, str):
-          assert re.search(rf'\b{key}\b', equation), (kind, name, key)
+def test_options_of_a_choice_are_those_of_the_table():
   corrections = algorithms.ALGORITHMS['token_ppo']['correction']
-  for name, text in texts.CHOICES['correction.names'].items():
-    for key, value in corrections[name].items():
-      if not isinstance(value, str | tuple):
-        assert re.search(rf'\b{key}\b', text.equation), (name, key)
-
-
-@pytest.mark.parametrize('kind', defaults.DEFAULTS)
-def test_options_of_a_choice_are_those_of_the_table(kind):
-  for name, options in defaults.DEFAULTS[kind].items():
-    entry = _entry(f'`{name}`', _choices(f'{kind}.name'))
-    if options:
-      assert _bullet('Options', entry) == _settings(options)
-    else:
-      assert '**Options' not in entry
-
-
-def test_options_of_a_correction_are_those_of_the_table():
-  options = algorithms.ALGORITHMS['token_ppo']['correction']
-  for name in texts.CHOICES['correction.names']:
-    entry = _entry(f'`{name}`', _choices('correction.names'))
-    assert _bullet('Options', entry) == _settings(options[name])
+  of_names = {name: corrections[name] for name in texts.CHOICES[_CORRECTIONS]}
+  tables = {f'{kind}.name': table for kind, table in defaults.DEFAULTS.items()}
+  for key, table in (tables | {_CORRECTIONS: of_names}).items():
+    for name, options in table.items():
+      entry = _entry(f'`{name}`', _choices(key))
+      if options:
+        assert _bullet('Options', entry) == _settings(options)
+      else:
+        assert '**Options' not in entry
+      # An equation names every number of its options.
+      for option, value in options.items():
+        if not isinstance(value, str | tuple):
+          equation = texts.CHOICES[key][name].equation
+          assert re.search(rf'\b{option}\b', equation), (key, name, option)
 
 
 def _summary():
@@ -196,11 +175,11 @@ def test_an_entry_lists_the_needs_of_its_algorithm():
   )
 
 
-@pytest.mark.parametrize('name', sources.SOURCES)
-def test_every_difference_from_a_source_is_a_line(name):
-  entry = ' '.join(_entry(f'`{name}`').split())
-  lines = sources.lines(name)
-  assert len(lines) >= len(sources.differences(name))
-  for line in lines:
-    assert f'- {line}' in entry
-  assert f'({sources.SOURCES[name].sure}) are ours' in entry
+def test_every_difference_from_a_source_is_a_line():
+  for name, source in sources.SOURCES.items():
+    entry = ' '.join(_entry(f'`{name}`').split())
+    lines = sources.lines(name)
+    assert len(lines) >= len(sources.differences(name))
+    for line in lines:
+      assert f'- {line}' in entry
+    assert f'({source.sure}) are ours' in entry

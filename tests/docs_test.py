@@ -3,23 +3,21 @@
 The commands run in the order of the pages, in one folder that looks like a
 clone, as a reader would run them: what one leaves behind, later ones read.
 Those that train take minutes as they stand. So `make test` runs a small version
-of each, mostly in this process, or, where many differ only in the algorithm,
-checks their configuration; the slow tests run them all as processes.
+of each in this process, on the folder of a run that other tests read too, or
+checks its configuration; the slow tests run them all as processes.
 """
 
-import functools
 import json
 import os
 import pathlib
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import urllib.request
 
-import numpy as np
 import pytest
 
 from launch import first_hour
@@ -30,8 +28,11 @@ from stppo_jax.configs import algorithms
 from stppo_jax.data import passages as passages_lib
 from stppo_jax.data import readers
 from stppo_jax.rl import estimator_needs
+from stppo_jax.tools.lab import collection
+from stppo_jax.training import preference
+from tests.commands import serving
 from tests.data import public_files
-from tests.training import runs
+from tests.tools.lab import batch_arrays
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _FIRST = ('README.md', 'docs/commands.md')
@@ -66,17 +67,15 @@ _SMOKE = [
   '--config.rollout.trajectories_per_step=8',
   '--config.updates.minibatch_size=8',
 ]
-# What makes it shorter still: the sizes of other tests, whose programs it
-# shares.
-_TINY = runs.flags(num_steps=1, evaluate__every=1)[1:]
 # Commands that read the folder of a run, and a part of what they print.
 _OF_RUNS = {
   **dict.fromkeys(('report', 'view', 'alarms'), ''),
-  'evaluate': 'step 1, greedy',
+  'evaluate': ', greedy',
   'status': 'finished',
   'checkpoint': 'step',
-  'export': 'the policy after step 1',
+  'export': 'the policy after step ',
 }
+_RUN = pathlib.Path('runs', 'quickstart-st_ppo-seed0')
 
 
 def _commands():
@@ -111,64 +110,45 @@ def _run(words, cwd):
   return done.stdout
 
 
-def _make_clone(root):
-  for name in (
-    'assets',
-    'configs',
-    'launch',
-    'stppo_jax',
-    'studies',
-    'Makefile',
-  ):
-    (root / name).symlink_to(_ROOT / name)
-  published = 'tests/models/published'
-  (root / published).parent.mkdir(parents=True)
-  (root / published).symlink_to(_ROOT / published)
-  (root / 'runs').mkdir()
-  return root
-
-
 @pytest.fixture(scope='module')
-def clone(tmp_path_factory):
-  """A folder that looks like a clone; `runs` in it is shared."""
-  return _make_clone(tmp_path_factory.mktemp('clone'))
+def clones(tmp_path_factory):
+  """Two folders that look like clones; what is in their `runs` is shared.
+
+  The second one is for small runs.
+  """
+  folders = []
+  for name in ('clone', 'small'):
+    root = tmp_path_factory.mktemp(name)
+    for linked in (
+      *('assets', 'configs', 'launch', 'stppo_jax', 'studies', 'Makefile'),
+      'tests/models/published',
+    ):
+      (root / linked).parent.mkdir(parents=True, exist_ok=True)
+      (root / linked).symlink_to(_ROOT / linked)
+    (root / 'runs').mkdir()
+    folders.append(root)
+  return folders
 
 
-@pytest.fixture(scope='module')
-def small_clone(tmp_path_factory):
-  """Another one, for small runs."""
-  return _make_clone(tmp_path_factory.mktemp('small'))
-
-
-def _question_files(root):
-  folder = root / 'general'
-  folder.mkdir(parents=True, exist_ok=True)
+def _corpus(root):
+  """Leaves a file of passages and returns its path."""
   passages = [
     {'pid': f'p{n}', 'title': f'Lake {n}', 'text': f'Lake {n} is {n} km long.'}
     for n in range(40)
   ]
-  questions = [
-    {
-      'id': f'q{n}',
-      'dataset': 'lakes',
-      'kind': 'open',
-      'question': f'how long is lake {n}',
-      'answers': [f'{n} km'],
-    }
-    for n in range(40)
-  ]
-  for name, rows in (('corpus', passages), ('questions', questions)):
-    text = ''.join(json.dumps(row) + '\n' for row in rows)
-    (folder / f'nq_train.{name}.jsonl').write_text(text, encoding='utf-8')
-  return folder / 'nq_train.corpus.jsonl'
+  return _saved(
+    root / 'lakes.jsonl', ''.join(json.dumps(row) + '\n' for row in passages)
+  )
 
 
 def _own_files(root, monkeypatch):
   """Leaves the folder DATA and the reward function of the documents."""
-  if not (root / 'DATA' / 'qed.corpus.jsonl').exists():
-    originals = public_files.write(root / 'originals')['qed']
-    build = ['data', 'build', 'qed', f'--root={root}/DATA']
-    assert __main__.main([*build, f'--from_files={originals}']) == 0
+  monkeypatch.syspath_prepend(root)
+  if (root / 'my_rewards.py').exists():
+    return
+  originals = public_files.write(root / 'originals')['qed']
+  build = ['data', 'build', 'qed', f'--root={root}/DATA']
+  assert __main__.main([*build, f'--from_files={originals}']) == 0
   (program,), (rewards,) = (
     re.findall(r'^```python\n(.*?)```', _PAGES[page], re.DOTALL | re.M)
     for page in ('docs/your_own_data.md', 'docs/data.md')
@@ -177,7 +157,6 @@ def _own_files(root, monkeypatch):
     patch.chdir(root)
     runpy.run_path(_saved(root / 'make_data.py', program))
   _saved(root / 'my_rewards.py', rewards)
-  monkeypatch.syspath_prepend(root)
 
 
 def _own_study(root):
@@ -198,12 +177,6 @@ def _workdir(words, folder):
   return folder / workdir
 
 
-def _make_run(folder, quickstart):
-  """Leaves the run that other commands evaluate and export."""
-  if not (folder / 'runs' / 'quickstart-st_ppo-seed0').exists():
-    quickstart('make quickstart')
-
-
 def _make(command, *more):
   """Returns the words of a make that installs nothing."""
   tools = [f'BIN={pathlib.Path(sys.executable).parent}', 'RUNTIME=']
@@ -222,44 +195,39 @@ def _made(command, folder):
   return ['python', *words[words.index('-m') :]]
 
 
-def _make_batch(folder, run):
+def _make_batch(folder, run, *flags):
   """Leaves the batch that other commands of the lab read."""
   (collect,) = (line for line in _commands() if ' lab collect ' in line)
   if not (folder / 'runs' / 'batch.npz').exists():
-    run(*_SMOKE, words=shlex.split(collect))
+    run(*flags, words=shlex.split(collect))
 
 
 def _index(command, folder):
   """Returns the command that indexes a corpus."""
-  return command.replace('CORPUS.jsonl', str(_question_files(folder)))
+  return shlex.split(command.replace('CORPUS.jsonl', _corpus(folder)))
 
 
-def _serves(command, folder, build):
-  """Asserts that a server answers; `build` runs the command of its index."""
+def _serves(command, folder, run, capsys):
+  """Asserts that a server answers; in this process if `capsys` is given."""
   (line,) = (line for line in _commands() if ' index ' in line)
-  build(_index(line, folder))
-  words = [sys.executable, *shlex.split(command)[1:]]
-  words = ['--port=0' if w.startswith('--port=') else w for w in words]
-  server = subprocess.Popen(
-    words, cwd=folder, env=_environment(), stdout=subprocess.PIPE, text=True
+  run(words=_index(line, folder))
+  words = [sys.executable, *shlex.split(command)[1:], '--port=0']
+  ask = lambda url: serving.post(
+    f'{url.rstrip("/")}/retrieve', {'queries': ['lake 7'], 'topk': 1}
   )
-  try:
-    url = re.search(r'http://\S+', server.stdout.readline()).group()
-    request = urllib.request.Request(
-      url.rstrip('/') + '/retrieve',
-      json.dumps(
-        {'queries': ['lake 7'], 'topk': 1, 'return_scores': True}
-      ).encode(),
-      {'Content-Type': 'application/json'},
+  if capsys:
+    _, reply = serving.run(capsys, words[4:], ask)
+  else:
+    server = subprocess.Popen(
+      words, cwd=folder, env=_environment(), stdout=subprocess.PIPE, text=True
     )
-    with urllib.request.urlopen(request, timeout=30) as reply:
-      assert (
-        '"Lake 7"' in json.load(reply)['result'][0][0]['document']['contents']
-      )
-  finally:
-    server.send_signal(signal.SIGTERM)
-    assert server.wait(timeout=30) == 0
-    server.stdout.close()
+    try:
+      reply = ask(re.search(r'http://\S+', server.stdout.readline()).group())
+    finally:
+      server.send_signal(signal.SIGTERM)
+      assert server.wait(timeout=30) == 0
+      server.stdout.close()
+  assert '"Lake 7"' in reply['result'][0][0]['contents']
 
 
 def _check_quickstart(command, output, folder):
@@ -293,7 +261,7 @@ def _check_plan(command, folder):
   assert '-m pytest' in plan
 
 
-def _check(command, folder, run, quickstart, monkeypatch, *, is_small):
+def _check(command, folder, run, make_run, monkeypatch, *, capsys=None):
   """Asserts that a command of the documents does what they say.
 
   Args:
@@ -301,12 +269,12 @@ def _check(command, folder, run, quickstart, monkeypatch, *, is_small):
     folder: a folder like a clone, where the commands before it have been run.
     run: returns the output of a command, with further flags. Without `words` it
       is this one.
-    quickstart: returns the output of a `make quickstart`.
+    make_run: leaves the run of `make quickstart`.
     monkeypatch: the fixture.
-    is_small: whether programs that would be compiled for this command alone are
-      left out.
+    capsys: the fixture, for small versions: without programs that would be
+      compiled for this command alone.
   """
-  words = shlex.split(command)
+  words, is_small = shlex.split(command), bool(capsys)
   if ' ablate ' in command:
     _own_study(folder)
   if 'DATA' in command or ' demonstrate ' in command:
@@ -314,10 +282,10 @@ def _check(command, folder, run, quickstart, monkeypatch, *, is_small):
   if command in ('make test', 'make check'):
     _check_plan(command, folder)
   elif words[:2] == ['make', 'quickstart']:
-    if is_small and len(words) > 2:
+    if is_small:
       _check_choices(words, _made(command, folder), run)
     else:
-      _check_quickstart(command, quickstart(command), folder)
+      _check_quickstart(command, _quickstart(command, folder), folder)
   elif command == 'make compare' and is_small:
     made = run('--dry_run', words=_made(command, folder))
     assert [made.count(f':{name}_ppo ') for name in ('token', 'turn')] == [3, 3]
@@ -343,11 +311,13 @@ def _check(command, folder, run, quickstart, monkeypatch, *, is_small):
   elif ' demonstrate ' in command:
     assert '</search>' in run()
   elif ' index ' in command:
-    run(words=shlex.split(_index(command, folder)))
+    run(words=_index(command, folder))
   elif ' serve ' in command:
-    _serves(command, folder, lambda line: run(words=shlex.split(line)))
+    _serves(command, folder, run, capsys)
   elif ' lab ' in command or ' prefer ' in command:
-    _check_lab(command, folder, run, is_small=is_small)
+    _make_batch(folder, run, *(() if is_small else _SMOKE))
+    if ' collect ' not in command:
+      run(*(_one_algorithm(command) if is_small else ()))
   elif ' evaluate ' in command and 'runs/own' in command:
     if is_small:
       run('--help')
@@ -357,14 +327,12 @@ def _check(command, folder, run, quickstart, monkeypatch, *, is_small):
         run(*_SMOKE, words=shlex.split(_of_own_data()))
       _check_own_scores(run())
   elif any(f' {name} ' in command for name in _OF_RUNS):
-    _make_run(folder, quickstart)
+    if not (folder / _RUN).exists():
+      make_run()
+    for picture in re.findall(r'--picture=(\S+)', command):
+      if is_small and not (folder / picture).exists():
+        shutil.copy(folder / _RUN / 'learning_curve.png', folder / picture)
     name = next(name for name in _OF_RUNS if f' {name} ' in command)
-    for word in words:
-      if is_small and word.startswith('--picture='):
-        _make_small_batch(run)
-        lab = 'python -m stppo_jax lab levels --batch=runs/batch.npz'
-        plot = word.replace('--picture', '--plot')
-        run(words=[*lab.split(), '--algorithms=st_ppo', plot])
     is_large = name == 'evaluate' and not is_small
     assert _OF_RUNS[name] in run(*(_SMOKE if is_large else ()))
   else:
@@ -373,41 +341,28 @@ def _check(command, folder, run, quickstart, monkeypatch, *, is_small):
 
 def _check_choices(words, made, run):
   """Asserts that a quickstart has the algorithm and the seed of its command."""
+  chosen = {'ALGORITHM': 'st_ppo', 'SEED': '0'}
+  chosen |= dict(word.split('=') for word in words[2:])
   config = run(words=_config(made))
-  chosen = dict(word.split('=') for word in words[2:])
   assert any(word.endswith(f':{chosen["ALGORITHM"]}') for word in made)
   assert f'seed = {chosen["SEED"]}' in config.splitlines()
   workdir = 'runs/quickstart-{ALGORITHM}-seed{SEED}'.format(**chosen)
   assert f'--workdir={workdir}' in made
 
 
-def _check_lab(command, folder, run, *, is_small):
-  """Asserts that a command on the batch of the lab runs."""
-  if not is_small:
-    _make_batch(folder, run)
-    if ' collect ' not in command:
-      run()
-  elif ' collect ' in command:
-    _small_batch(command, run)
-  else:
-    _make_small_batch(run)
-    flags = []
-    if ' prefer ' in command:
-      flags = [*runs.flags(num_steps=None)[1:]]
-      flags.append('--config.preference.batch_size=8')
-    if '--algorithms=' in command:
-      (names,) = re.findall(r'--algorithms=(\S+)', command)
-      names = [name.partition(':')[0] for name in names.split(',')]
-      assert len(names) > 1 and set(names) <= set(algorithms.ALGORITHMS)
-      # Each of the others is a program of its own.
-      flags = ['--algorithms=st_ppo']
-    run(*flags)
+def _one_algorithm(command):
+  """Returns a flag for one of several algorithms: each is a program."""
+  found = re.findall(r'--algorithms=(\S+)', command)
+  for names in found:
+    names = [name.partition(':')[0] for name in names.split(',')]
+    assert len(names) > 1 and set(names) <= set(algorithms.ALGORITHMS)
+  return ['--algorithms=st_ppo'] if found else []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('command', _commands())
-def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
-  own = shlex.split(command)
+def test_every_command_in_the_documents_runs(command, clones, monkeypatch):
+  own, clone = shlex.split(command), clones[0]
 
   def run(*more, words=own):
     assert words[:2] == ['python', '-m'], words
@@ -415,16 +370,21 @@ def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
     assert output
     return output
 
-  quickstart = functools.partial(_quickstart, folder=clone)
-  _check(command, clone, run, quickstart, monkeypatch, is_small=False)
+  make_run = lambda: _quickstart('make quickstart', clone)
+  _check(command, clone, run, make_run, monkeypatch)
 
 
 @pytest.mark.parametrize('command', _commands())
 def test_a_small_version_of_every_command_runs(
-  command, small_clone, monkeypatch, capsys
+  command, clones, finished, monkeypatch, capsys
 ):
-  monkeypatch.chdir(small_clone)
-  own = shlex.split(command)
+  own, clone = shlex.split(command), clones[1]
+  monkeypatch.chdir(clone)
+  # Tests of the lab and of training run what these two are for.
+  arrays, *_ = batch_arrays.arrays()
+  monkeypatch.setattr(collection, 'collect', lambda *_, **__: arrays)
+  done = lambda *_, **__: print('done.') or 0
+  monkeypatch.setattr(preference, 'prefer', done)
 
   def run(*more, words=own):
     assert words[:2] == ['python', '-m'], words
@@ -435,10 +395,8 @@ def test_a_small_version_of_every_command_runs(
     assert out
     return out
 
-  def quickstart(command):
-    return run(*_TINY, words=_made(command, small_clone))
-
-  _check(command, small_clone, run, quickstart, monkeypatch, is_small=True)
+  copy = lambda: shutil.copytree(finished, clone / _RUN, symlinks=True)
+  _check(command, clone, run, copy, monkeypatch, capsys=capsys)
 
 
 def _config(words):
@@ -447,21 +405,8 @@ def _config(words):
   return ['config' if word in ('train', 'sft') else word for word in flags]
 
 
-def _make_small_batch(run):
-  if not pathlib.Path('runs', 'batch.npz').exists():
-    (collect,) = (line for line in _commands() if ' lab collect ' in line)
-    _small_batch(collect, run)
-
-
-def _small_batch(collect, run):
-  """Leaves a batch with rewards, which a tiny policy does not get."""
-  run(*_TINY, words=shlex.split(collect))
-  with np.load('runs/batch.npz') as archive:
-    arrays = dict(archive)
-  rows, ends = np.arange(len(arrays['tokens_BL'])), arrays['loss_mask_BL']
-  last = ends.shape[1] - 1 - ends[:, ::-1].argmax(axis=1)
-  arrays['rewards_BL'][rows, last] = rows % 2
-  np.savez('runs/batch.npz', **arrays)
+def test_every_metric_of_a_run_is_documented(finished):
+  _check_metrics(finished / 'metrics.jsonl')
 
 
 def test_the_lines_of_the_data_page_are_read():
@@ -474,8 +419,8 @@ def test_the_lines_of_the_data_page_are_read():
   assert len({(p.title, p.text) for p in passages}) == 1 < len(passages)
 
 
-def test_the_old_name_of_an_algorithm_is_accepted(clone):
-  plan = _run(['make', '-n', 'quickstart', 'ROW=gspo', 'RUNTIME='], clone)
+def test_the_old_name_of_an_algorithm_is_accepted(clones):
+  plan = _run(['make', '-n', 'quickstart', 'ROW=gspo', 'RUNTIME='], clones[0])
   assert 'quickstart.py:gspo' in plan and 'quickstart-gspo-seed0' in plan
 
 
@@ -543,21 +488,18 @@ def test_the_architecture_page_has_every_room():
     ), name
 
 
-@pytest.mark.parametrize('name', _PAGES)
-def test_pictures_and_links_exist(name):
-  folder = (_ROOT / name).parent
-  for target in re.findall(r'\]\(([^)#]+)[^)]*\)', _PAGES[name]):
-    assert target.startswith('https://') or (folder / target).exists(), target
-
-
-def test_every_page_is_reached_from_the_readme():
-  found, ahead = set(), ['README.md']
+def test_links_exist_and_lead_from_the_readme_to_every_page():
+  linked = {}
+  for name, page in _PAGES.items():
+    folder = pathlib.Path(name).parent
+    targets = re.findall(r'\]\(([^)#]+)[^)]*\)', page)
+    targets = [x for x in targets if not x.startswith('https://')]
+    lost = [x for x in targets if not (_ROOT / folder / x).exists()]
+    assert not lost, (name, lost)
+    linked[name] = {os.path.normpath(folder / x) for x in targets} & {*_PAGES}
+  found, ahead = set(), {'README.md'}
   while ahead:
-    name = ahead.pop()
-    found.add(name)
-    for target in re.findall(r'\]\(([^):#]+\.md)[^)]*\)', _PAGES[name]):
-      page = os.path.normpath(pathlib.Path(name).parent / target)
-      if page in _PAGES and page not in found:
-        ahead.append(page)
-  assert found == set(_PAGES)
+    found |= ahead
+    ahead = set().union(*(linked[name] for name in ahead)) - found
+  assert found == {*_PAGES}
   assert '(docs/architecture.md)' in _README.split('\n## ')[0]

@@ -77,24 +77,17 @@ def test_a_run_stays_at_its_commit_when_the_branch_moves(hub, commit, tmp_path):
   assert hub_lib.pinned(_NAME, 'org/other@' + commit) == f'{_NAME}@{other}'
 
 
-def test_a_path_of_this_machine_wins(hub, commit, tmp_path, monkeypatch):
+def test_a_path_of_this_machine_is_no_name(hub, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / _NAME).mkdir(parents=True)
   assert hub_lib.local_folder(_NAME) == pathlib.Path(_NAME)
   assert hub_lib.pinned(_NAME) == _NAME
-  assert not hub.requests
-
-
-def test_a_misspelt_path_of_this_machine_is_no_name(hub, monkeypatch):
-  monkeypatch.chdir(runs.REPO)
-  for name in ('assets/nope', 'assets/quickstart@main'):
-    assert _refusal(name) == (
-      'no such folder; assets is a folder here, so this is not taken for a '
-      'name of the Hub'
-    )
+  # Nor is a misspelt one.
+  for name in ('org/nope', 'org/small@main'):
+    assert 'no such folder; org is a folder here, so ' in _refusal(name)
   assert not hub.requests
   # What a run has recorded means the same in every folder.
-  assert hub_lib.is_name(f'assets/nope@{"0" * 40}')
+  assert hub_lib.is_name(f'org/nope@{"0" * 40}')
 
 
 @pytest.mark.parametrize(
@@ -114,10 +107,8 @@ def _refusal(name):
 
 
 def test_a_model_that_is_not_there_is_one_line(hub, commit):
-  line = _refusal('org/none')
-  assert line.startswith(f'no such folder, and {hub.address} has no model org/')
-  line = _refusal(f'{_NAME}@v9')
-  assert line == f'{hub.address}/{_NAME} has no revision v9'
+  assert 'no such folder, and ' in _refusal('org/none')
+  assert 'has no revision v9' in _refusal(f'{_NAME}@v9')
 
 
 def test_a_model_that_is_not_free_needs_a_token(hub, monkeypatch):
@@ -169,9 +160,8 @@ def test_weights_that_cannot_be_had_are_told_with_the_key(key, hub, commit):
   if key == 'reference_path':
     config = runs.config(model__path=str(_FOLDER), model__reference_path=_NAME)
   hub.fault = lambda line: 403 if 'model.safetensors' in line else 0
-  tokenizer = model_files.load_tokenizer(_FOLDER)
   with pytest.raises(hub_lib.HubError) as error:
-    model_files.check(config, tokenizer)
+    model_files.check(config, model_files.load_tokenizer(_FOLDER))
   line = f"config.model.{key}='{_NAME}@{commit}': {hub.address} refuses"
   assert str(error.value).startswith(line)
 
@@ -181,12 +171,9 @@ def test_weights_of_adapters_are_told_with_the_key(hub, tmp_path):
   (tmp_path / peft.WEIGHTS).write_bytes(b'weights')
   commit = hub.add('org/adapters', tmp_path)
   hub.fault = lambda line: 403 if peft.WEIGHTS in line else 0
-  with pytest.raises(hub_lib.HubError) as error:
+  line = f"config.model.lora.path='org/adapters@{commit}': .* refuses"
+  with pytest.raises(hub_lib.HubError, match=line):
     runs.config(model__lora__path='org/adapters')
-  line = (
-    f"config.model.lora.path='org/adapters@{commit}': {hub.address} refuses"
-  )
-  assert str(error.value).startswith(line)
 
 
 def test_a_broken_download_is_completed(hub, commit, monkeypatch):

@@ -50,18 +50,18 @@ def site(tmp_path_factory):
   return site
 
 
-# By launcher, what it needs beside a config and a workdir.
+# By launcher, what it needs beside a config.
 _SUBMIT = {
-  'local': ['--workdir=run'],
-  'slurm': ['--workdir=/shared/run', '--partition=gpu'],
-  'tpu': [
-    *('--workdir=gs://lab/run', '--project=the-lab', '--zone=us-west4-a'),
-    '--accelerator=v5litepod-16',
-  ],
-  'jobset': [
-    *('--workdir=gs://lab/run', '--image=i', '--topology=4x4'),
-    '--accelerator=tpu-v6e-slice',
-  ],
+  'local': '--workdir=run',
+  'slurm': '--workdir=/shared/run --partition=gpu',
+  'tpu': (
+    '--workdir=gs://lab/run --project=the-lab --zone=us-west4-a '
+    '--accelerator=v5litepod-16'
+  ),
+  'jobset': (
+    '--workdir=gs://lab/run --image=i --topology=4x4 '
+    '--accelerator=tpu-v6e-slice'
+  ),
 }
 
 
@@ -85,9 +85,9 @@ def test_shipped_configs_and_those_of_the_user_are_found(site, tmp_path):
   (folder / 'configs' / '__init__.py').touch()
   (folder / 'configs' / 'sizes.py').write_text('STEPS = 7\n')
   (folder / 'configs' / 'mine.py').write_text(_MINE)
-  output = _stppo(site, 'config', '--config=quickstart:gspo', cwd=folder)
-  assert f"model.path = '{site}/stppo_jax/assets/quickstart'" in output
+  # It begins with a config that is shipped.
   output = _stppo(site, 'config', '--config=configs/mine.py', cwd=folder)
+  assert f"model.path = '{site}/stppo_jax/assets/quickstart'" in output
   assert 'num_steps = 7' in output
   version = _stppo(site, '--version', cwd=folder)
   assert version == f'stppo_jax {stppo_jax.__version__}\n'
@@ -106,7 +106,12 @@ def test_a_dry_run_needs_no_clone_no_tool_and_no_file_of_the_workers(
   """It does not load jax, which takes longer than all the rest."""
   (tmp_path / 'mine.py').write_text(_MINE.replace('from configs ', ''))
   (tmp_path / 'sizes.py').write_text('STEPS = 7\n')
-  words = ['launch.submit', launcher, '--config=mine.py', *_SUBMIT[launcher]]
+  words = [
+    'launch.submit',
+    launcher,
+    '--config=mine.py',
+    *_SUBMIT[launcher].split(),
+  ]
   flags = ['--config.data.name=jsonl', '--config.data.root=/nowhere/data']
   flags += ['--config.data.train=a.jsonl', '--config.data.corpus=b.jsonl']
   flags += ['--config.model.path=gs://lab/qwen']

@@ -13,30 +13,17 @@ from benchmarks import accelerator
 from benchmarks import accelerator_engine
 
 _TINY = (
-  '--sizes=tiny',
-  '--rows=8',
-  '--microbatch=4',
-  '--length=128',
-  '--dialogues=4',
-  '--slots=2',
-  '--prompt=32',
-  '--decode_chunk=4',
-  '--product=256',
-  '--decode_rows=4',
-)
+  '--sizes=tiny --rows=8 --microbatch=4 --length=128 --dialogues=4 --slots=2 '
+  '--prompt=32 --decode_chunk=4 --product=256 --decode_rows=4'
+).split()
 _PAGE = 'a\n<!-- one accelerator -->\nb\n<!-- end of one accelerator -->\nc\n'
 _LIMITS = {'product': (1e-3, 0.0, 2e11, 0.0), 'copy': (1e-3, 0.0, 0.0, 4e9)}
 
 
 def _figures(size, lines):
-  return {
-    'size': size,
-    'device': 'a device',
-    'jax': '1',
-    'date': '2025-01-01',
-    'peak': 3 * 2**29,
-    'lines': [[name, *numbers] for name, numbers in lines.items()],
-  }
+  found = {'size': size, 'device': 'a device', 'jax': '1', 'peak': 3 * 2**29}
+  found['lines'] = [[name, *numbers] for name, numbers in lines.items()]
+  return found | {'date': '2025-01-01'}
 
 
 @pytest.fixture
@@ -51,10 +38,8 @@ def stub(monkeypatch, tmp_path):
     made.run.append(name)
     if name in made.codes:
       return made.codes[name]
-    lines = {name: (2.0, 1000, 1e14, 0.0)}
-    found = (
-      _figures('0.5B', lines) if name != 'limits' else _figures('', _LIMITS)
-    )
+    found = _figures('0.5B', {name: (2.0, 1000, 1e14, 0.0)})
+    found = _figures('', _LIMITS) if name == 'limits' else found
     return found | {'device': made.device}
 
   monkeypatch.chdir(tmp_path)  # the default folder is there
@@ -81,10 +66,8 @@ def test_only_what_is_missing_is_measured(stub, capsys):
   stub.codes.clear()
   assert accelerator.main(_ALL) == 0
   text = stub.page.read_text()
-  assert (
-    text.startswith('a\n') and text.endswith('\nc\n') and '\nb\n' not in text
-  )
-  assert 'Measured on 2025-01-01: one a device, jax 1, commit ' in text
+  assert text.startswith('a\n') and text.endswith('\nc\n')
+  assert '\nb\n' not in text and 'Measured on 2025-01-01: one a dev' in text
   rows = [line.split() for line in text.splitlines() if '-0.5B' in line]
   assert [row[3] for row in rows] == [packed, *decodes, 'step-0.5B', *others]
   # 1e14 operations in 2 s are 50 TFLOP/s, a quarter of those of the product.
@@ -180,13 +163,3 @@ def test_a_run_that_is_killed_goes_on(tmp_path, capfd):
   }
   assert len(programs) == 2 + 3 * 2 + 2 + 4
   assert all(f'| {name} ' in output for name in programs)
-
-
-@pytest.mark.parametrize('flag', ['--decode_rows=0', '--rows=-1', '--slots=x'])
-def test_a_size_is_1_or_greater(capsys, flag):
-  with pytest.raises(SystemExit) as ended:
-    accelerator.main(['--all', flag])
-  assert ended.value.code == 2
-  name, value = flag.split('=')
-  line = capsys.readouterr().err.splitlines()[-1]
-  assert line.endswith(f'{name}: {value!r}: must be an integer >= 1')

@@ -8,24 +8,15 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _PAGE = (_ROOT / 'docs' / 'benchmarks.md').read_text(encoding='utf-8')
-_WITH_TORCH = (
-  'benchmarks.torch_update',
-  'benchmarks.vocabulary',
-)
+_WITH_TORCH = ('benchmarks.torch_update', 'benchmarks.vocabulary')
 # `make bench` leaves them out: they measure no times, or need an accelerator or
 # files of the reader.
 _NO_BENCHMARK = {
-  'benchmarks.accelerator',
-  'benchmarks.chaos',
-  'benchmarks.exit_time',
-  'benchmarks.jumping_clock',
-  'benchmarks.same_numbers',
-  'benchmarks.mismatch',
-  'benchmarks.own_data',
-  'benchmarks.reference_choices',
-  'benchmarks.side_by_side',
-  'benchmarks.slices',
-  'benchmarks.weak_scaling',
+  f'benchmarks.{name}'
+  for name in (
+    'accelerator chaos exit_time jumping_clock same_numbers mismatch own_data '
+    'reference_choices side_by_side slices weak_scaling'
+  ).split()
 }
 _MAKEFILE = (_ROOT / 'Makefile').read_text(encoding='utf-8')
 _MODULES = re.findall(r'^\| `python -m (benchmarks\.\w+)` \|', _PAGE, re.M)

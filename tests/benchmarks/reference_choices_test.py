@@ -1,7 +1,5 @@
 """The table of the authors' choices, on a batch that is made up."""
 
-import functools
-
 import numpy as np
 import pytest
 
@@ -33,12 +31,8 @@ def test_each_choice_has_a_line_and_ours_changes_nothing(
 
 def test_a_file_that_does_not_fit_is_named_in_one_line(tmp_path, refused):
   path = tmp_path / 'F.npz'
-  error = functools.partial(
-    refused, f'--batch={path}', main=reference_choices.main
-  )
+  error = lambda: refused(f'--batch={path}', main=reference_choices.main)
   assert error() == f'--batch={path}: No such file or directory\n'
-  path.write_text('text')
-  assert error().startswith(f'--batch={path}: ')
   arrays, *_ = batch_arrays.arrays(poison=0.0)
   del arrays['ref_logprobs_BL'], arrays['old_values_BL']
   np.savez(path, **arrays)

@@ -1,5 +1,7 @@
 """The engine's schedule reads and decodes little that is not needed."""
 
+import pytest
+
 from benchmarks import schedule
 
 
@@ -27,6 +29,7 @@ def test_pages_reach_the_goals():
   assert good, table
 
 
+@pytest.mark.slow
 def test_new_weights_for_dialogues_in_progress_end_them_too():
   cases = {case.name: case for case in schedule.SWAPS}
   seconds = {}

@@ -1,6 +1,7 @@
 """The packer of a run leaves little of a forward pass unused."""
 
 import numpy as np
+import pytest
 
 from benchmarks import waste
 
@@ -14,6 +15,7 @@ def test_equal_trajectories_that_fill_rows_waste_nothing():
   assert 0.9 < found.all < 1.0
 
 
+@pytest.mark.slow
 def test_the_goals_are_reached():
   table, good = waste.run(steps=3)
   assert good, table

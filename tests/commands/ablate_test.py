@@ -14,6 +14,7 @@ from docs import make_collapse
 from launch import study as launcher
 from stppo_jax import __main__
 from stppo_jax.commands.flags import ablation_flags
+from stppo_jax.tools.ablation import figures
 from stppo_jax.tools.ablation import results
 from stppo_jax.workdir import run_folder
 from studies import collapse
@@ -142,9 +143,8 @@ def _ablate(folder, *more, study='pair'):
 
 
 def _starts(folder):
-  path = folder / 'starts'
-  words = [line.split()[1] for line in path.read_text().splitlines()]
-  return words
+  lines = (folder / 'starts').read_text().splitlines()
+  return [line.split()[1] for line in lines]
 
 
 def _planned(command):
@@ -152,7 +152,9 @@ def _planned(command):
   return re.search(r'--workdir=(\S+)', command)[1].rpartition('/')[2]
 
 
-def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
+def test_each_run_is_made_once_and_the_arms_are_compared(
+  folder, capsys, refused, monkeypatch
+):
   assert _ablate(folder, '--dry_run') == 0
   assert not folder.exists()
   planned = capsys.readouterr().out.splitlines()
@@ -218,7 +220,9 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   assert _ablate(folder, '--dry_run') == 0
   assert not capsys.readouterr().out
 
-  # Finished runs that the table lacks are added, and were not made now.
+  # Finished runs that the table lacks are added, and were not made now. The
+  # figures take long, and have been looked at.
+  monkeypatch.setattr(figures, 'draw', lambda *_: [])
   (folder / 'pair.csv').unlink()
   assert _ablate(folder) == 0
   out = capsys.readouterr().out
@@ -230,27 +234,23 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   assert _ablate(another, *flags, '--seeds=0,2', '--jobs=2') == 0
   assert sorted(_starts(another)) == ['mine-seed2', 'token_ppo-seed2']
   assert table.read_text().startswith(before)
-  capsys.readouterr()
   # Other settings cannot be compared with it.
-  other = '--config.num_steps=7'
-  assert _ablate(folder.parent / 'new', *flags, other) == 2
+  refuse = lambda folder, *more, study='pair': refused(
+    'ablate', *_flags(folder, study, *more)
+  )
+  new, other = folder.parent / 'new', '--config.num_steps=7'
+  line = refuse(new, *flags, other)
+  assert 'pair.csv: its runs of ' in line and 'cannot be compared' in line
+  assert _ablate(another, other) == 2  # a line for each arm
   err = capsys.readouterr().err
-  assert 'pair.csv: its runs of ' in err and 'cannot be compared' in err
-  assert err.count('\n') == 1
-  assert _ablate(another, other) == 2
-  err = capsys.readouterr().err
-  assert 'had other settings; use another --workdir' in err
-  assert _ablate(another, study='started') == 2
-  err = capsys.readouterr().err
-  assert "holds the study 'pair', not 'started'" in err
+  assert err.count('had other settings; use another --workdir') == 2
+  line = refuse(another, study='started')
+  assert "holds the study 'pair', not 'started'" in line
   table.write_text(before.replace(',0.6,', ',x,', 1))
-  assert _ablate(another, *flags) == 2
-  assert 'pair.csv, line 3: damaged' in capsys.readouterr().err
+  assert 'pair.csv, line 3: damaged' in refuse(another, *flags)
   table.write_text('a,b\n')
-  assert _ablate(another, *flags) == 2
-  assert 'not a table of ablate' in capsys.readouterr().err
-  assert _ablate(folder.parent / 'new', f'--table={folder.parent}') == 2
-  assert str(folder.parent) in capsys.readouterr().err
+  assert 'not a table of ablate' in refuse(another, *flags)
+  assert str(folder.parent) in refuse(new, f'--table={folder.parent}')
 
 
 @pytest.mark.slow
@@ -468,24 +468,18 @@ def test_wrong_input_is_one_line(folder, study, flags, expected, refused):
   assert not folder.exists()
 
 
+_FAST = ['collapse.py:levels', 'bounds.py:bounds', 'real_text.py:real_text']
+_SLOW = """
+  collapse.py:turn_length collapse.py:correction collapse.py:correction_seeds
+  collapse.py:controls collapse.py:staleness collapse.py:groups
+  collapse.py:start collapse.py:calculator dead_critic.py:dead_critic
+  gpu.py:gpu sizes.py:sizes narrow_bounds.py:narrow_bounds
+  steps_ahead.py:steps_ahead long_turns.py:long_turns long_turns.py:pilot
+""".split()
+
+
 @pytest.mark.parametrize(
-  'study',
-  [
-    *('collapse.py:levels', 'bounds.py:bounds', 'real_text.py:real_text'),
-    *(
-      pytest.param(study, marks=pytest.mark.slow)
-      for study in (
-        *(
-          f'collapse.py:{name}'
-          for name in 'turn_length correction correction_seeds controls '
-          'staleness groups start calculator'.split()
-        ),
-        *('dead_critic.py:dead_critic', 'gpu.py:gpu', 'sizes.py:sizes'),
-        *('narrow_bounds.py:narrow_bounds', 'steps_ahead.py:steps_ahead'),
-        *('long_turns.py:long_turns', 'long_turns.py:pilot'),
-      )
-    ),
-  ],
+  'study', _FAST + [pytest.param(x, marks=pytest.mark.slow) for x in _SLOW]
 )
 def test_the_shipped_studies_have_valid_configs_and_those_of_their_tables(
   study, tmp_path, monkeypatch, capsys
@@ -518,32 +512,26 @@ def test_the_shipped_studies_have_valid_configs_and_those_of_their_tables(
   results.check(made, _plan(flags).digests, path)
 
 
-def test_no_number_of_skipped_updates_ends_a_run_of_a_study(tmp_path):
-  flags = [f'--config={_CONFIG}:groups', f'--workdir={tmp_path}/study']
+def test_only_settings_that_change_the_numbers_of_a_run_count(tmp_path):
+  def digests(*keys):
+    flags = [f'--config={_CONFIG}:groups', f'--workdir={tmp_path}/study']
+    return _plan([*flags, *(f'--config.{key}' for key in keys)]).digests
+
+  def differ(one, other):
+    return all(one[key] != other[key] for key in one)
+
+  # The number of skipped updates decides when a run ends.
   assert collapse.get_config().updates.max_skipped == 0
-  digests = _plan(flags).digests
-  # It decides when a run ends, not what it computes.
-  ends = _plan([*flags, '--config.updates.max_skipped=8'])
-  assert ends.digests == digests
-
-
-def test_a_run_to_start_from_may_lie_anywhere(tmp_path):
-  flags = [f'--config={_CONFIG}:groups', f'--workdir={tmp_path}/study']
-  one, moved, other = (
-    _plan([*flags, f'--config.init_from={path}']).digests
-    for path in ('/one/warm', '/second/warm', '/second/other')
-  )
-  assert one == moved
-  assert all(one[key] != other[key] for key in one)
-
-
-def test_what_a_microbatch_holds_counts_where_a_correction_is_over_it(tmp_path):
-  flags = [f'--config={_CONFIG}:groups', f'--workdir={tmp_path}/study']
-  longer = '--config.updates.row_length=4096'
-  assert _plan([*flags, longer]).digests == _plan(flags).digests
-  flags.append('--config.algorithm.correction.clipping_bias.scope=microbatch')
-  one, other = _plan(flags).digests, _plan([*flags, longer]).digests
-  assert all(one[key] != other[key] for key in one)
+  assert digests('updates.max_skipped=8') == digests()
+  # A run to start from may lie anywhere.
+  warm = digests('init_from=/one/warm')
+  assert warm == digests('init_from=/second/warm')
+  assert differ(warm, digests('init_from=/second/other'))
+  # What a microbatch holds counts where a correction is over it.
+  longer = 'updates.row_length=4096'
+  assert digests(longer) == digests()
+  scope = 'algorithm.correction.clipping_bias.scope=microbatch'
+  assert differ(digests(scope), digests(scope, longer))
 
 
 @pytest.mark.slow

@@ -4,8 +4,11 @@ import gc
 import json
 import os
 import re
+import shutil
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from stppo_jax import __main__
@@ -28,27 +31,31 @@ def _no_read_outlives_its_test():
   gc.collect()
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
   """Returns the folder of a run that has saved the steps 2, 4 and 10."""
-  return _save(tmp_path / 'run', {2: 0.25, 4: 0.5, 10: None})
-
-
-def _save(folder, scores):
-  folder.mkdir()
+  folder = tmp_path_factory.mktemp('saved')
   run_folder.write(folder, _RUN)
   saver = checkpoint.Checkpointer(folder)
-  for step, score in scores.items():
+  for step, score in {2: 0.25, 4: 0.5, 10: None}.items():
+    weights = np.arange(128, dtype=np.float32).reshape(16, 8) + step
     state = {
-      'params': {
-        'w': jnp.arange(128.0).reshape(16, 8) + step,
-        'b': jnp.full(8, step, jnp.bfloat16),
-      },
-      'count': jnp.int32(step),
+      'params': {'w': weights, 'b': np.full(8, step, jnp.bfloat16)},
+      'count': np.int32(step),
     }
-    saver.save(step, state, {} if score is None else {'score': score})
+    saver.save(
+      step,
+      jax.tree.map(jnp.asarray, state),
+      {} if score is None else {'score': score},
+    )
   saver.close()
   return folder
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+  """Returns a copy of that folder."""
+  return shutil.copytree(saved, tmp_path / 'run')
 
 
 def _call(capsys, action, folder):
@@ -167,11 +174,9 @@ def test_damage_is_named_and_the_others_are_verified(capsys, run, kind):
 
 def test_sound_checkpoints_are_verified(capsys, run):
   code, lines = _call(capsys, 'verify', run)
-  assert code == 0 and [line.split(':')[0] for line in lines] == [
-    'ok     step 2',
-    'ok     step 4',
-    'ok     step 10',
-  ]
+  assert code == 0
+  starts = [line.split(':')[0].split() for line in lines]
+  assert starts == [['ok', 'step', number] for number in ('2', '4', '10')]
 
 
 def test_a_run_without_checkpoints_has_lost_them_or_none(capsys, tmp_path):

@@ -1,5 +1,7 @@
 """Files that the tests of the lab's commands share."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -22,3 +24,9 @@ def config(tmp_path):
   path = tmp_path / 'mine.py'
   path.write_text(lab_calls.CONFIG, encoding='utf-8')
   return path
+
+
+@pytest.fixture
+def printed(capsys):
+  """Returns a function that gives the JSON that a command of the lab prints."""
+  return functools.partial(lab_calls.metrics, capsys)

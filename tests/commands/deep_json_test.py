@@ -17,11 +17,10 @@ _MODEL = runs.REPO / 'assets' / 'quickstart'
 def run(tmp_path):
   """Returns the folder of a run, made by hand."""
   folder = tmp_path / 'run'
-  folder.mkdir()
+  (folder / 'checkpoints' / '1').mkdir(parents=True)
   record = {'command': 'train', 'run_id': '1', 'config_digest': '2'}
   (folder / 'run.json').write_text(json.dumps(record))
   (folder / 'metrics.jsonl').write_text('{"step": 1, "loss": 0.5}\n')
-  (folder / 'checkpoints' / '1').mkdir(parents=True)
   return folder
 
 
@@ -37,10 +36,8 @@ def run(tmp_path):
 )
 def test_the_config_of_a_run(run, tmp_path, capsys, command):
   (run / 'config.json').write_text(_DEEP)
-  words = [
-    word.replace('RUN', str(run)).replace('OUT', str(tmp_path))
-    for word in command
-  ]
+  words = ' '.join(command).replace('RUN', str(run))
+  words = words.replace('OUT', str(tmp_path)).split(' ')
   assert __main__.main(words) == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert 'config.json' in line

@@ -1,6 +1,5 @@
 """`doctor`: what it finds, in plain words, and its exit codes."""
 
-import contextlib
 import functools
 import re
 import socket
@@ -46,18 +45,10 @@ def test_a_good_server(capsys):
     url = f'{embedded.url}/retrieve'
     code, lines = _examine(capsys, url, '--expect=France')
   assert code == 0
-  assert [line.split(':')[0] for line in lines] == [
-    'ok     address',
-    'ok     dialect',
-    'ok     time',
-    'ok     answer',
-  ]
-  assert (
-    'the server answers in search_r1, skyrl, rllm, r1_searcher; '
-    'checked with retrieval.dialect=search_r1' in (lines[1])
-  )
-  assert "1 passages for 'capital of France'" in lines[3]
-  assert 'Paris' in lines[3]
+  subjects = ('address', 'dialect', 'time', 'answer')
+  assert [x.split(':')[0] for x in lines] == [f'ok     {x}' for x in subjects]
+  assert 'search_r1, skyrl, rllm, r1_searcher; ' in lines[1]
+  assert '1 passages' in lines[3] and 'Paris' in lines[3]
 
 
 def test_the_dialect_that_is_not_spoken(capsys):
@@ -94,33 +85,18 @@ def test_a_token_that_is_missing(capsys, monkeypatch):
     assert _examine(capsys, embedded.url)[0] == 0
 
 
-def test_nothing_listens(capsys):
+@pytest.mark.parametrize(
+  ('listens', 'problem'),
+  [(False, 'nothing answers at'), (True, 'accepts connections, but sends no')],
+)
+def test_a_server_that_does_not_answer(capsys, listens, problem):
   with socket.socket() as bound:
     bound.bind(('127.0.0.1', 0))
+    if listens:
+      bound.listen()
     url = f'http://127.0.0.1:{bound.getsockname()[1]}'
-    code, lines = _examine(capsys, url)
-  assert code == 75 and len(lines) == 1
-  assert lines[0].startswith(f'WRONG  address: nothing answers at {url}: ')
-
-
-def test_a_server_that_never_answers(capsys):
-  with socket.create_server(('127.0.0.1', 0)) as silent:
-    url = f'http://127.0.0.1:{silent.getsockname()[1]}'
-    code, lines = _examine(capsys, url, '--timeout=0.1')
-  assert code == 75 and 'accepts connections, but sends no reply' in lines[0]
-
-
-@contextlib.contextmanager
-def _answering(respond):
-  """Serves `respond` for every request; yields the URL."""
-
-  def make_app():
-    app = web.Application()
-    app.router.add_route('*', '/{path:.*}', respond)
-    return app
-
-  with http_server.EmbeddedServer(make_app) as server:
-    yield server.url
+    code, (line,) = _examine(capsys, url, '--timeout=0.1')
+  assert code == 75 and line.startswith('WRONG  address: ') and problem in line
 
 
 @pytest.mark.parametrize(
@@ -139,8 +115,13 @@ def test_another_server(capsys, response, message):
   async def respond(request):
     return web.Response(status=status, headers=headers)
 
-  with _answering(respond) as url:
-    code, lines = _examine(capsys, url)
+  def make_app():
+    app = web.Application()
+    app.router.add_route('*', '/{path:.*}', respond)
+    return app
+
+  with http_server.EmbeddedServer(make_app) as embedded:
+    code, lines = _examine(capsys, embedded.url)
   assert code == 2
   assert re.match(f'WRONG  {message}', lines[-1])
 

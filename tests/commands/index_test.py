@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import pytest
 
@@ -64,15 +65,6 @@ def test_recall_on_real_data(capsys, tmp_path, name, passages, expected):
   assert found == pytest.approx(expected, abs=0.01)
 
 
-def test_an_index_is_built_once(capsys, refused, tmp_path):
-  assert _index(_SHIPPED, tmp_path / 'a') == 0
-  assert capsys.readouterr().out.endswith('52 passages, bm25 built\n')
-  assert _index(_SHIPPED, tmp_path / 'a') == 0
-  assert capsys.readouterr().out.endswith('bm25 was there already\n')
-  flags = f'--corpus={_SHIPPED}', f'--out={tmp_path}/a', '--k1=1.5'
-  assert 'made with other options' in refused('index', *flags)
-
-
 @pytest.mark.slow
 def test_two_build_one_index_one_after_the_other(tmp_path):
   words = [f'w{n % 997}' for n in range(50)]
@@ -89,21 +81,29 @@ def test_two_build_one_index_one_after_the_other(tmp_path):
   assert sum(err.startswith(waits) for err in errs) == 1
 
 
-def _dense(tmp_path, *flags):
-  model = encoders.write(tmp_path / 'model')
-  out = tmp_path / 'index'
-  flags = ['--backend=dense', f'--encoder={model}', *flags]
-  assert _index(_SHIPPED, out, *flags) == 0
-  return [f'--index={out}', f'--encoder={model}']
+@pytest.fixture(scope='module')
+def indexed(tmp_path_factory):
+  """Returns a folder with an encoder and an index of its vectors."""
+  folder = tmp_path_factory.mktemp('dense')
+  encoder = f'--encoder={encoders.write(folder / "model")}'
+  flags = ['--backend=dense', encoder, '--dtype=bfloat16', '--query_prefix=']
+  assert _index(_SHIPPED, folder / 'index', *flags) == 0
+  return folder
+
+
+@pytest.fixture
+def flags(indexed, tmp_path):
+  """Returns the flags of a copy."""
+  shutil.copytree(indexed, tmp_path, dirs_exist_ok=True)
+  return [f'--index={tmp_path}/index', f'--encoder={tmp_path}/model']
 
 
 @pytest.mark.parametrize(
   'backend', [pytest.param('dense', marks=pytest.mark.slow), 'hybrid']
 )
-def test_dense_search_is_indexed_and_served(capsys, tmp_path, backend):
+def test_dense_search_is_indexed_and_served(capsys, tmp_path, flags, backend):
   """The weights are random, so a passage finds itself and little more."""
   passages = passages_lib.read_corpus(_SHIPPED)
-  flags = _dense(tmp_path, '--dtype=bfloat16', '--query_prefix=')
   assert _index(_SHIPPED, tmp_path / 'index') == 0
   capsys.readouterr()
   queries = [f'{p.title}\n{p.text}' for p in passages[:8]]
@@ -118,8 +118,7 @@ def test_dense_search_is_indexed_and_served(capsys, tmp_path, backend):
   assert all(len(ids) == 3 for ids in found)
 
 
-def test_another_encoder_is_refused(refused, tmp_path):
-  flags = _dense(tmp_path)
+def test_another_encoder_is_refused(refused, tmp_path, flags):
   encoders.write(tmp_path / 'model', seed=1)
   line = refused('serve', *flags, '--backend=dense')
   assert 'made by another encoder than' in line

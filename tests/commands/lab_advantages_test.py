@@ -8,7 +8,7 @@ from tests.commands import lab_calls
 from tests.tools.lab import batch_arrays
 
 
-def test_advantages_are_those_computed_by_hand(tmp_path, capsys):
+def test_advantages_are_those_computed_by_hand(tmp_path, printed):
   arrays = {
     'turn_ids_BL': np.array([[0, 1, 0, 3, 3, 0]]),  # turn 2 is empty
     'loss_mask_BL': np.array([[0, 1, 0, 1, 1, 0]]),
@@ -16,8 +16,8 @@ def test_advantages_are_those_computed_by_hand(tmp_path, capsys):
     'values_BL': np.array([[9.0, 0.5, np.nan, 0.25, 0, 9]]),
   }
   np.savez(tmp_path / 'F.npz', **arrays)
-  metrics = lab_calls.metrics(
-    capsys, 'advantages', f'--batch={tmp_path}/F.npz', '--estimator', 'gae',
+  metrics = printed(
+    'advantages', f'--batch={tmp_path}/F.npz', '--estimator', 'gae',
     '--set', 'gamma=1', '--set', 'lambda_=0.5', '--set', 'whiten=none',
     '--out', tmp_path / 'A.npz', '--float64',
   )  # fmt: skip
@@ -34,50 +34,43 @@ def test_advantages_are_those_computed_by_hand(tmp_path, capsys):
   assert metrics['advantages/std'] == pytest.approx(spread)
 
 
-def test_an_estimator_has_the_options_of_a_run(file, config, capsys):
+def test_an_estimator_has_the_options_of_a_run(file, config, printed):
   flags = 'advantages', f'--batch={file}'
-  expected = lab_calls.metrics(
-    capsys, *flags, '--estimator=gae', '--set=lambda_=0.5'
-  )
-  assert expected != lab_calls.metrics(capsys, *flags, '--estimator=gae')
+  expected = printed(*flags, '--estimator=gae', '--set=lambda_=0.5')
+  assert expected != printed(*flags, '--estimator=gae')
   for its in (f'{config}', f'{config}:st_ppo'):
-    assert lab_calls.metrics(capsys, *flags, f'--config={its}') == expected
-    both = lab_calls.metrics(
-      capsys, *flags, f'--config={its}', '--estimator=gae'
-    )
-    assert both == expected
-  turn = lab_calls.metrics(capsys, *flags, f'--config={config}:turn_ppo')
-  assert turn == lab_calls.metrics(capsys, *flags, '--estimator=gae')
+    for more in ((), ('--estimator=gae',)):
+      found = printed(*flags, f'--config={its}', *more)
+      assert found == expected
+  turn = printed(*flags, f'--config={config}:turn_ppo')
+  assert turn == printed(*flags, '--estimator=gae')
 
 
 def test_algorithms_are_scored_on_advantages_of_another_file(
-  file, tmp_path, capsys
+  file, tmp_path, printed
 ):
   out = tmp_path / 'A.npz'
-  lab_calls.metrics(
-    capsys, 'advantages', f'--batch={file}', '--estimator=gae', f'--out={out}'
-  )
+  printed('advantages', f'--batch={file}', '--estimator=gae', f'--out={out}')
   given = saved_batch.load(out)['advantages_BL']
   arrays, *_ = batch_arrays.arrays()
   np.savez(tmp_path / 'F.npz', **(arrays | {'advantages_BL': given}))
   del arrays['advantages_BL']
   np.savez(tmp_path / 'G.npz', **arrays)
-  expected = lab_calls.metrics(
-    capsys, 'score', f'--batch={tmp_path}/F.npz', '--algorithm=turn_ppo'
+  expected = printed(
+    'score', f'--batch={tmp_path}/F.npz', '--algorithm=turn_ppo'
   )
-  for batch in (file, tmp_path / 'G.npz'):
-    flags = f'--batch={batch}', f'--advantages={out}'
-    assert (
-      lab_calls.metrics(capsys, 'score', *flags, '--algorithm=turn_ppo')
-      == expected
-    )
-  found = lab_calls.metrics(
-    capsys, 'compare', *flags, '--algorithms=turn_ppo', '--json'
-  )['rows']['turn_ppo']
-  assert found['loss'] == expected['loss']
+  flags = f'--batch={tmp_path}/G.npz', f'--advantages={out}'
+  found = printed('score', *flags, '--algorithm=turn_ppo')
+  assert found == expected
+  # They come before those of the batch.
+  flags = f'--batch={file}', f'--advantages={out}'
+  found = printed('compare', *flags, '--algorithms=turn_ppo', '--json')
+  assert found['rows']['turn_ppo']['loss'] == expected['loss']
 
 
-def test_the_kl_penalty_is_subtracted_from_the_rewards(tmp_path, capsys):
+def test_the_kl_penalty_is_subtracted_from_the_rewards(
+  tmp_path, printed, refused
+):
   mask = np.ones((1, 3), int)
   arrays = {
     'turn_ids_BL': mask,
@@ -99,17 +92,17 @@ def test_the_kl_penalty_is_subtracted_from_the_rewards(tmp_path, capsys):
     (('--kl=k2', '--kl_coefficient=1'), [1 - 0.625, 0.5, 0.5]),
     (('--kl=k2', '--kl_coefficient=0'), [1, 1, 1]),
   ):
-    lab_calls.metrics(capsys, *flags, *more)
+    printed(*flags, *more)
     found = lab_calls.arrays(tmp_path / 'A.npz')['advantages_BL']
     np.testing.assert_allclose(found, [expected], rtol=1e-12)
   del arrays['kl_coefficient']
   np.savez(tmp_path / 'F.npz', **arrays)
-  line = lab_calls.error(capsys, *flags, '--kl=k1')
+  line = refused('lab', *flags, '--kl=k1')
   assert 'lacks kl_coefficient, which --kl without --kl_coefficient r' in line
-  lab_calls.metrics(capsys, *flags, '--kl=k1', '--kl_coefficient=1')
+  printed(*flags, '--kl=k1', '--kl_coefficient=1')
   del arrays['ref_logprobs_BL']
   np.savez(tmp_path / 'F.npz', **arrays)
-  line = lab_calls.error(capsys, *flags, '--kl=k1', '--kl_coefficient=1')
+  line = refused('lab', *flags, '--kl=k1', '--kl_coefficient=1')
   assert 'lacks ref_logprobs_BL, which --kl reads' in line
 
 
@@ -122,12 +115,12 @@ def test_the_kl_penalty_is_subtracted_from_the_rewards(tmp_path, capsys):
     ('monte_carlo', 'rewards_BL'),
   ],
 )
-def test_an_estimator_names_the_array_it_lacks(tmp_path, capsys, name, lacks):
+def test_an_estimator_names_the_array_it_lacks(tmp_path, name, lacks, refused):
   arrays, *_ = batch_arrays.arrays()
   np.savez(
     tmp_path / 'F.npz', **{n: x for n, x in arrays.items() if n != lacks}
   )
-  line = lab_calls.error(
-    capsys, 'advantages', f'--batch={tmp_path}/F.npz', f'--estimator={name}'
+  line = refused(
+    'lab', 'advantages', f'--batch={tmp_path}/F.npz', f'--estimator={name}'
   )
   assert f'lacks {lacks}, which {name} reads' in line

@@ -44,14 +44,6 @@ def metrics_and_warnings(capsys, *flags) -> tuple[dict, str]:
   return json.loads(out, parse_constant=refuse), err
 
 
-def error(capsys, *flags) -> str:
-  """Returns the one line that a command with exit code 2 prints."""
-  assert lab(*flags) == 2
-  out, err = capsys.readouterr()
-  assert out == '' and err.count('\n') == 1, err
-  return err
-
-
 def arrays(path) -> dict[str, np.ndarray]:
   """Returns all arrays of an npz file."""
   with np.load(path, allow_pickle=False) as archive:

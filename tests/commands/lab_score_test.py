@@ -13,11 +13,11 @@ from tests.rl import loss_twin
 from tests.tools.lab import batch_arrays
 
 
-def test_score_gives_the_numbers_of_the_plain_loops(file, tmp_path, capsys):
+def test_score_gives_the_numbers_of_the_plain_loops(file, tmp_path, printed):
   _, batch, logprobs, entropy = batch_arrays.arrays()
   out = tmp_path / 'O.npz'
-  metrics = lab_calls.metrics(
-    capsys, 'score', '--batch', file, '--algorithm=s_ppo', '--float64',
+  metrics = printed(
+    'score', '--batch', file, '--algorithm=s_ppo', '--float64',
     '--set', f'{lab_calls.TAU}=1.1', '--set=ratio.level=turn',
     '--set', 'bounds.clip_low=0.1', f'--out={out}',
   )  # fmt: skip
@@ -39,18 +39,18 @@ def test_score_gives_the_numbers_of_the_plain_loops(file, tmp_path, capsys):
   assert {'stab/rho', 'actor/pg_clipfrac', 'mismatch/k3'} <= metrics.keys()
 
 
-def test_an_entropy_bonus_is_in_the_loss(file, capsys):
+def test_an_entropy_bonus_is_in_the_loss(file, printed):
   flags = 'score', f'--batch={file}', '--algorithm=st_ppo'
-  without = lab_calls.metrics(capsys, *flags)
-  bonus = lab_calls.metrics(capsys, *flags, '--entropy_coefficient', '0.25')
+  without = printed(*flags)
+  bonus = printed(*flags, '--entropy_coefficient', '0.25')
   lower = without['loss'] - 0.25 * without['actor/entropy']
   assert bonus['loss'] == pytest.approx(lower)
 
 
 @pytest.mark.slow
-def test_a_choice_brings_its_options(file, capsys):
-  metrics = lab_calls.metrics(
-    capsys, 'score', f'--batch={file}', '--algorithm=token_ppo',
+def test_a_choice_brings_its_options(file, printed):
+  metrics = printed(
+    'score', f'--batch={file}', '--algorithm=token_ppo',
     '--set=bounds.positive_share=0.99', '--set=bounds.name=balanced',
     '--set=correction.names=("tis", "icepop")', '--set=kl.where=nowhere',
   )  # fmt: skip
@@ -58,54 +58,47 @@ def test_a_choice_brings_its_options(file, capsys):
 
 
 @pytest.mark.slow
-def test_an_algorithm_has_the_options_of_a_run(file, config, capsys):
+def test_an_algorithm_has_the_options_of_a_run(file, config, printed):
   flags = 'score', f'--batch={file}', '--float64'
   changes = '--set=bounds.clip_low=0.05', f'--set={lab_calls.TAU}=1.1'
-  table = lab_calls.metrics(capsys, *flags, '--algorithm=st_ppo', *changes)
-  assert table != lab_calls.metrics(capsys, *flags, '--algorithm=st_ppo')
+  table = printed(*flags, '--algorithm=st_ppo', *changes)
+  assert table != printed(*flags, '--algorithm=st_ppo')
   flag = f'--config={config}'
-  assert lab_calls.metrics(capsys, *flags, '--algorithm=st_ppo', flag) == table
-  assert lab_calls.metrics(capsys, *flags, f'{flag}:st_ppo') == table
+  assert printed(*flags, '--algorithm=st_ppo', flag) == table
+  assert printed(*flags, f'{flag}:st_ppo') == table
   # A flag goes before the algorithm of the file, a setting before both.
-  assert (
-    lab_calls.metrics(capsys, *flags, '--algorithm=st_ppo', f'{flag}:gspo')
-    == table
-  )
-  other = lab_calls.metrics(
-    capsys, *flags, f'{flag}:st_ppo', f'--set={lab_calls.TAU}=inf'
-  )
+  assert printed(*flags, '--algorithm=st_ppo', f'{flag}:gspo') == table
+  other = printed(*flags, f'{flag}:st_ppo', f'--set={lab_calls.TAU}=inf')
   assert other['stab/scale'] == 1 > table['stab/scale']
 
   chosen = f'--algorithms=st_ppo,st_ppo:{lab_calls.TAU}=inf'
-  found = lab_calls.metrics(
-    capsys, 'compare', f'--batch={file}', '--float64', '--json', chosen, flag
+  found = printed(
+    'compare', f'--batch={file}', '--float64', '--json', chosen, flag
   )['rows']
   for metrics, expected in zip(found.values(), (table, other), strict=True):
     del metrics['silenced']
     assert metrics == expected
 
 
-def test_an_invalid_config_is_one_line_and_2(file, config, capsys):
+def test_an_invalid_config_is_one_line_and_2(file, config, refused):
   flags = 'score', f'--batch={file}', f'--config={config}:st_ppo'
   for old, new, expected in (
     ('tau = 1.1', "tau = 'high'", ' fails with TypeError: '),
-    (
-      'tau = 1.1',
-      'tau = -1.0',
-      '--algorithm=st_ppo: algorithm.correction.clipping_',
-    ),
+    ('tau = 1.1', 'tau = -1.0', '--algorithm=st_ppo: algorithm.correction.'),
     ('return config', 'return config.optimizer', 'fails with AttributeError'),
     ('return config', 'return config.sft', 'has no algorithm.advantage.name'),
   ):
     config.write_text(lab_calls.CONFIG.replace(old, new), encoding='utf-8')
-    assert expected in lab_calls.error(capsys, *flags)
+    assert expected in refused('lab', *flags)
 
 
-def test_an_invalid_array_that_is_not_required_is_left_out(tmp_path, capsys):
+def test_an_invalid_array_that_is_not_required_is_left_out(
+  tmp_path, capsys, printed, refused
+):
   arrays, *_ = batch_arrays.arrays()
   flags = 'score', f'--batch={tmp_path}/F.npz', '--algorithm=turn_ppo'
   np.savez(tmp_path / 'F.npz', **arrays)
-  whole = lab_calls.metrics(capsys, *flags)
+  whole = printed(*flags)
   arrays['sampler_logprobs_BL'][:] = np.nan
   arrays['sentence_ids_BL'][:] = 0
   arrays['state_ids_BL'] = np.array(['a'])
@@ -114,18 +107,14 @@ def test_an_invalid_array_that_is_not_required_is_left_out(tmp_path, capsys):
   first, second = err.splitlines()
   assert first.startswith(f'--batch={tmp_path}/F.npz: sentence_ids_BL: must be')
   assert 'sampler_logprobs_BL: not finite in float32' in second
-  assert first.endswith('; array left out') and second.endswith(
-    '; array left out'
-  )
+  assert all(x.endswith('; array left out') for x in (first, second))
   gone = set(whole) - set(found)
   assert gone and all(
     x.partition('/')[0] == 'mismatch' or 'sentence' in x for x in gone
   )
   assert found == pytest.approx({n: whole[n] for n in found}, rel=1e-6)
   sspo = '--algorithm=sspo'
-  assert 'sentence_ids_BL: must be in 1..' in lab_calls.error(
-    capsys, *flags, sspo
-  )
+  assert 'sentence_ids_BL: must be in 1..' in refused('lab', *flags, sspo)
 
 
 @pytest.mark.slow

@@ -114,25 +114,29 @@ _LIKE_SOURCE = {
 
 
 @pytest.mark.parametrize(
-  ('shape', 'change', 'expected'),
+  ('theta', 'change', 'expected'),
   [
     (
-      {'model__rope_theta': 5.0},
-      lambda model: None,
+      *(5.0, lambda model: None),
       'rope_theta=10000.0, but the policy of this config has 5.0\n',
     ),
-    ({}, _config(vocab_size=291), 'vocab_size=291, but the policy of this con'),
-    ({}, _header(_rename), f'missing tensors {_NORM}'),
+    (
+      1e4,
+      _config(vocab_size=291),
+      'vocab_size=291, but the policy of this',
+    ),
+    (1e4, _header(_rename), f'missing tensors {_NORM}'),
   ],
 )
 def test_a_reference_must_have_the_shape_of_random_weights(
-  tmp_path, model, refused, shape, change, expected
+  tmp_path, model, refused, theta, change, expected
 ):
   change(model)
   flags = runs.flags(
     model__reference_path=model,
+    model__rope_theta=theta,
     sft__before_training=True,
-    **_LIKE_SOURCE | shape,
+    **_LIKE_SOURCE,
   )
   err = refused('train', *flags, f'--workdir={tmp_path}/run')
   assert err.startswith(f'{model}: {expected}')
@@ -160,13 +164,13 @@ def test_only_runs_that_imitate_need_batches_of_demonstrations_to_divide():
 
 
 def test_a_remote_engine_has_no_rows_to_divide_among_devices():
+  remote = {'url': 'http://127.0.0.1:9', 'model': 'x'}
   config = runs.config(
     mesh__tensor=2,
     rollout__slots=3,
     rollout__lanes=3,
     rollout__engine='remote',
-    rollout__remote__url='http://127.0.0.1:9',
-    rollout__remote__model='x',
+    **{f'rollout__remote__{name}': value for name, value in remote.items()},
   )
   shape, mesh = runs.shape(config), components.build_mesh(config)
   placement = components.build_placement(config, shape, mesh)
@@ -174,9 +178,8 @@ def test_a_remote_engine_has_no_rows_to_divide_among_devices():
   components.check_sizes(config, shape, mesh, placement)
   config.lock().rollout.engine = 'local'
   placement = components.build_placement(config, shape, mesh)
-  with pytest.raises(ValueError, match='rollout.slots=3') as caught:
+  with pytest.raises(ValueError, match='^rollout.slots=3.*\n.*$'):
     components.check_sizes(config, shape, mesh, placement)
-  assert str(caught.value).count('\n') == 1
 
 
 @pytest.mark.parametrize('command', ['config', 'prompt'])

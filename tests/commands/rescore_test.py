@@ -70,13 +70,8 @@ def test_the_scorer_of_search_r1_differs_where_it_has_its_faults(file, capsys):
 
 def test_the_scorer_that_saved_them_agrees(file, capsys):
   code, out, _ = _rescore(capsys, file, '--scope=response')
-  assert code == 0
-  assert out.splitlines()[1:] == [
-    'saved      em 0.7500',
-    'response   em 0.7500',
-    '0 dialogues differ in score: 0 score higher with response, 0 score higher '
-    'in the file',
-  ]
+  assert code == 0 and out.count('em 0.7500') == 2
+  assert '\n0 dialogues differ' in out
 
 
 def test_a_line_that_is_too_long_is_named(tmp_path, capsys):

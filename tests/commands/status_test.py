@@ -89,15 +89,6 @@ def test_status_and_report_agree_on_the_seconds_of_a_step(finished, capsys):
   assert re.search(pattern, out.read_text())[1] == f'{seconds}'
 
 
-def test_constant_rewards_are_named_and_have_no_number(tmp_path, capsys):
-  scores = {'critic/score/min': 0.0, 'critic/score/max': 0.0}
-  rings = {'alarm/explained_variance': 1.0, 'critic/vf_explained_var': -39500.0}
-  run = _make(tmp_path / 'run', lines=[_line(1, **scores, **rings)])
-  assert __main__.main(['status', str(run)]) == 0
-  out = capsys.readouterr().out
-  assert 'all rewards of the step are equal' in out and '3.95' not in out
-
-
 _ALL = [_line(step) for step in range(1, 11)]
 
 
@@ -110,17 +101,9 @@ _ALL = [_line(step) for step in range(1, 11)]
     ({'beat': {'exit_code': 130}}, 'interrupted', ''),
     ({'beat': {'exit_code': 75, 'error': 'no GPU'}}, 'interrupted', 'no GPU'),
     ({'beat': {'exit_code': 76, 'error': 'nan'}}, 'failed', 'exit code 76: n'),
-    (
-      {'beat': {}},
-      'dead',
-      f'process {_GONE} on host {_HERE} left no exit code',
-    ),
+    ({'beat': {}}, 'dead', f'process {_GONE} on host {_HERE} left no exit c'),
     ({'holder': {'pid': _GONE}}, 'dead', 'that process is gone'),
-    (
-      {'holder': {'pid': _GONE}, 'beat': {'time': 0}},
-      'dead',
-      'that process is gone',
-    ),
+    ({'holder': {'pid': _GONE}, 'beat': {'time': 0}}, 'dead', 'is gone'),
     # In another container of this machine, or on another machine.
     ({'holder': {'pid': _GONE}, 'beat': {}}, 'running', ''),
     ({'holder': {'pid': 1, 'host': 'far'}, 'beat': {}}, 'running', ''),
@@ -149,6 +132,14 @@ def test_alarms_are_those_of_the_last_step(tmp_path, capsys):
     'actor/kl': None,
     'writer/non_finite': {'actor/kl': 'nan'},
   }
+  # A number that constant rewards make meaningless is not shown.
+  equal = {'critic/score/min': 0.0, 'critic/score/max': 0.0}
+  equal['alarm/explained_variance'] = 1.0
+  equal['critic/vf_explained_var'] = -39500.0
+  run = _make(tmp_path / 'equal', lines=[_line(1, **equal)])
+  assert __main__.main(['status', str(run)]) == 0
+  out = capsys.readouterr().out
+  assert 'all rewards of the step are equal' in out and '3.95' not in out
   run = _make(tmp_path / 'run', lines=[_line(1), _line(2, **sick)])
   assert __main__.main(['status', str(run)]) == 0
   lines = capsys.readouterr().out.splitlines()[2:]
@@ -169,9 +160,6 @@ def test_a_folder_that_is_no_run_does_not_hide_the_others(tmp_path, capsys):
   assert str(run) in out and 'finished' in out
   data, nowhere = err.splitlines()
   assert f'{tmp_path}/data' in data and f'{tmp_path}/nowhere' in nowhere
-  for arguments in ([], ['--jsn', str(run)]):
-    assert __main__.main(['status', *arguments]) == 2
-    assert capsys.readouterr().err.count('\n') == 1
 
 
 @pytest.mark.parametrize('is_in_bucket', [False, True])
@@ -189,10 +177,8 @@ def test_a_folder_of_runs_stands_for_its_runs(
       if path.is_file():
         google.put(f'runs/{path.relative_to(tmp_path)}', path.read_bytes())
   assert __main__.main(['status', '--json', place]) == 0
-  found = [
-    json.loads(x)['folder'] for x in capsys.readouterr().out.splitlines()
-  ]
-  assert found == [
+  lines = capsys.readouterr().out.splitlines()
+  assert [json.loads(line)['folder'] for line in lines] == [
     f'{place}/{name}'
     for name in ('other', 'study/token-0', 'study/token-1', 'study/turn-0')
   ]
@@ -219,8 +205,8 @@ def test_watching_shows_what_has_changed(tmp_path):
 
 def test_files_that_are_cut_off_are_no_error(tmp_path):
   run = _make(tmp_path / 'run', lines=_ALL[:2], beat={})
-  with open(run / 'metrics.jsonl', 'a', encoding='utf-8') as file:
-    file.write('{"step": 3, "timing')
+  text = (run / 'metrics.jsonl').read_text() + '{"step": 3, "timing'
+  (run / 'metrics.jsonl').write_text(text)
   (run / 'heartbeat.json').write_text('{"time"')
   assert run_state.read(run).step == 2
 

@@ -18,8 +18,15 @@ from tests.configs import resolved
 _PUBLISHED = pathlib.Path(__file__).parents[1] / 'models' / 'published'
 
 
-@pytest.mark.parametrize('size', slices.SLICES)
-@pytest.mark.parametrize('name', ['nq_hotpotqa', 'medical'])
+@pytest.mark.parametrize(
+  ('name', 'size'),
+  [
+    # Plans are alike, and take a while.
+    pytest.param(name, size, marks=[] if size == '7b' else pytest.mark.slow)
+    for name in ('nq_hotpotqa', 'medical')
+    for size in slices.SLICES
+  ],
+)
 def test_the_figures_of_a_recipe_are_those_of_its_plan(name, size):
   module = importlib.import_module(f'stppo_jax.configs.{name}')
   doc = module.__doc__

@@ -9,8 +9,6 @@ from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 from stppo_jax.configs import defaults
 
-_NAMES = pytest.mark.parametrize('name', sources.SOURCES)
-
 
 def test_every_algorithm_has_a_source_or_is_our_version():
   ours = {
@@ -22,15 +20,17 @@ def test_every_algorithm_has_a_source_or_is_our_version():
   assert not sources.SOURCES.keys() & ours
 
 
-@_NAMES
-def test_every_difference_has_a_reason_and_every_reason_a_difference(name):
-  assert sources.SOURCES[name].why.keys() == sources.differences(name).keys()
-
-
-@_NAMES
-def test_sources_speak_of_keys_that_exist(name):
+@pytest.mark.parametrize('name', sources.SOURCES)
+def test_a_source_says_what_it_knows_of_keys_that_exist(name):
+  source = sources.SOURCES[name]
+  # Every difference has a reason, and every reason a difference.
+  assert source.why.keys() == sources.differences(name).keys()
+  assert source.values and source.where
+  assert source.sure in ('read in code', 'read in the paper', 'a definition')
+  for sentence in (*source.why.values(), *source.notes):
+    assert sentence.endswith('.')
   known = settings.flatten(base.get_config(name))
-  for key, value in sources.SOURCES[name].values.items():
+  for key, value in source.values.items():
     section = key.rpartition('.')[0]
     # Another choice of the section may have other options.
     options = {
@@ -40,12 +40,3 @@ def test_sources_speak_of_keys_that_exist(name):
     }
     assert key in known or key.rpartition('.')[2] in options
     assert key not in known or type(value) is type(known[key])
-
-
-@_NAMES
-def test_a_source_says_what_it_knows(name):
-  source = sources.SOURCES[name]
-  assert source.values and source.where
-  assert source.sure in ('read in code', 'read in the paper', 'a definition')
-  for sentence in (*source.why.values(), *source.notes):
-    assert sentence.endswith('.')

@@ -4,7 +4,6 @@ The words are made up; the fields and the forms of the values are the authors'.
 """
 
 import contextlib
-import csv
 import functools
 import http.server
 import io
@@ -46,12 +45,10 @@ def _qed(first):
 
 
 def _triviaqa(first):
+  names = lambda n: [f'Lake {n}', f'The Lake {n}', f'Lake {n}']
   rows = [
     {
-      'Answer': {
-        'Aliases': [f'Lake {n}', f'The Lake {n}', f'Lake {n}'],
-        'Value': f'Lake {n}',
-      },
+      'Answer': {'Aliases': names(n), 'Value': f'Lake {n}'},
       'EntityPages': [],
       'Question': f'Which lake is {n} metres deep?',
       'QuestionId': f'qf_{n}',
@@ -62,22 +59,13 @@ def _triviaqa(first):
 
 
 def _popqa():
-  out = io.StringIO()
-  names = ('id', 'subj', 'prop', 'obj', 'question', 'possible_answers')
-  writer = csv.DictWriter(out, names, delimiter='\t', lineterminator='\n')
-  writer.writeheader()
-  for n in range(NUM_ROWS):
-    writer.writerow(
-      {
-        'id': 4222362 + n,
-        'subj': f'Poet {n}',
-        'prop': 'occupation',
-        'obj': 'poet',
-        'question': f"What is Poet {n}'s occupation?",
-        'possible_answers': '["poet", "writer", "poet"]',
-      }
-    )
-  return out.getvalue().encode()
+  rows = ['id\tsubj\tprop\tobj\tquestion\tpossible_answers']
+  rows += [
+    f"{4222362 + n}\tPoet {n}\toccupation\tpoet\tWhat is Poet {n}'s occupation?"
+    '\t"[""poet"", ""writer"", ""poet""]"'
+    for n in range(NUM_ROWS)
+  ]
+  return '\n'.join([*rows, '']).encode()
 
 
 def _paragraphs(n):
@@ -89,19 +77,18 @@ def _paragraphs(n):
 
 
 def _hotpotqa(first):
-  return json.dumps(
-    [
-      {
-        '_id': f'5a{n:04d}',
-        'answer': f'{n} metres',
-        'question': f'How deep is the lake that river {n} flows into?',
-        'supporting_facts': [[f'River {n}', 0], [f'Lake {n}', 0]],
-        'context': _paragraphs(n),
-        'level': 'hard',
-      }
-      for n in range(first, first + NUM_ROWS)
-    ]
-  ).encode()
+  rows = [
+    {
+      '_id': f'5a{n:04d}',
+      'answer': f'{n} metres',
+      'question': f'How deep is the lake that river {n} flows into?',
+      'supporting_facts': [[f'River {n}', 0], [f'Lake {n}', 0]],
+      'context': _paragraphs(n),
+      'level': 'hard',
+    }
+    for n in range(first, first + NUM_ROWS)
+  ]
+  return json.dumps(rows).encode()
 
 
 def _musique(first):
@@ -109,12 +96,8 @@ def _musique(first):
     {
       'id': f'2hop__{n}_{n + 1}',
       'paragraphs': [
-        {
-          'title': title,
-          'paragraph_text': ' '.join(sentences),
-          'is_supporting': index < 2,
-        }
-        for index, (title, sentences) in enumerate(_paragraphs(n))
+        {'title': x, 'paragraph_text': ' '.join(text), 'is_supporting': i < 2}
+        for i, (x, text) in enumerate(_paragraphs(n))
       ],
       'question': f'How deep is the lake that river {n} flows into?',
       'question_decomposition': [{'id': 1}, {'id': 2}],
@@ -176,11 +159,10 @@ def _pubmedqa():
 
 
 def _mmlu(subject):
-  out = io.StringIO()
-  writer = csv.writer(out, lineterminator='\n')
-  for n in range(4):
-    writer.writerow([f'{subject} {n}, which?', *_TEXTS, 'ABCD'[n % 4]])
-  return out.getvalue().encode()
+  return ''.join(
+    f'"{subject} {n}, which?",{",".join(_TEXTS)},{letter}\n'
+    for n, letter in enumerate('ABCD')
+  ).encode()
 
 
 _SUBJECTS = (

@@ -1,6 +1,5 @@
 """The questions of a step are a function of the seed and the step."""
 
-import collections
 import dataclasses
 import itertools
 import json
@@ -62,16 +61,18 @@ def test_a_step_past_the_worlds_of_a_run_is_refused(step):
     _synthetic().train(step, 1)
 
 
+def _check_groups(evaluation, sizes):
+  """Asserts that each group has so many questions, all of its data set."""
+  assert {name: len(group) for name, group in evaluation.items()} == sizes
+  for name, group in evaluation.items():
+    assert {question.data_set for question in group} == {name}
+    assert len({question.id for question in group}) == sizes[name]
+
+
 def test_evaluation_is_the_same_for_every_seed():
   evaluation = _synthetic(0).evaluation(20)
   assert evaluation == _synthetic(5).evaluation(20)
-  assert {name: len(group) for name, group in evaluation.items()} == {
-    'one_hop': 20,
-    'two_hop': 20,
-  }
-  for name, group in evaluation.items():
-    assert {question.data_set for question in group} == {name}
-    assert len({question.id for question in group}) == 20
+  _check_groups(evaluation, {'one_hop': 20, 'two_hop': 20})
   assert _synthetic(0, hops=(2,)).evaluation(3).keys() == {'two_hop'}
 
 
@@ -95,28 +96,22 @@ def _record(question_id, data_set='nq'):
   }
 
 
-def _files(tmp_path, *, train=7, evaluation=None, seed=0):
-  paths = {'train': tmp_path / 'train.jsonl'}
-  records = {'train': [_record(n) for n in range(train)]}
-  if evaluation is not None:
-    paths['evaluation'] = tmp_path / 'evaluation.jsonl'
-    records['evaluation'] = evaluation
-  for name, lines in records.items():
-    paths[name].write_text('\n'.join(map(json.dumps, lines)))
+def _files(tmp_path, *, train=7, evaluation=(), seed=0):
+  _write(tmp_path / 'train.jsonl', [_record(n) for n in range(train)])
+  _write(tmp_path / 'evaluation.jsonl', evaluation)
   corpus = tmp_path / 'corpus.jsonl'
   corpus.write_text('{"id": "1", "contents": "\\"Title\\"\\nbody"}\n')
-  found = 'evaluation.jsonl' if evaluation is not None else ''
+  found = 'evaluation.jsonl' if evaluation else ''
   return _load(tmp_path, seed=seed, evaluation=found, corpus='corpus.jsonl')
 
 
+def _write(path, records):
+  path.write_text('\n'.join(map(json.dumps, records)))
+
+
 def _load(root, *, train='train.jsonl', evaluation='', corpus='', seed=0):
-  data = types.SimpleNamespace(
-    name='jsonl',
-    root=str(root),
-    train=train,
-    evaluation=evaluation,
-    corpus=corpus,
-  )
+  data = dict(train=train, evaluation=evaluation, corpus=corpus)
+  data = types.SimpleNamespace(name='jsonl', root=str(root), **data)
   return questions_lib.load(data, seed=seed)
 
 
@@ -153,27 +148,12 @@ def test_evaluation_is_a_fixed_sample_of_each_data_set(tmp_path):
   records = [_record(n, 'nq' if n % 3 else 'popqa') for n in range(30)]
   questions = _files(tmp_path, evaluation=records, seed=3)
   sample = questions.evaluation(8)
-  assert {name: len(group) for name, group in sample.items()} == {
-    'nq': 8,
-    'popqa': 8,
-  }
-  for name, group in sample.items():
-    assert {question.data_set for question in group} == {name}
-    assert len({question.id for question in group}) == 8
+  _check_groups(sample, {'nq': 8, 'popqa': 8})
   assert _files(tmp_path, evaluation=records, seed=4).evaluation(8) == sample
   # A sample, not the head of the file.
   assert [int(q.id) for q in sample['popqa']] != list(range(0, 24, 3))
-  everything = questions.evaluation(100)
-  counts = collections.Counter({k: len(v) for k, v in everything.items()})
-  assert counts == {'nq': 20, 'popqa': 10}
+  _check_groups(questions.evaluation(100), {'nq': 20, 'popqa': 10})
   assert _files(tmp_path).evaluation(8) == {}
-
-
-def test_passages_of_another_server_cannot_be_read(tmp_path):
-  path = tmp_path / 'train.jsonl'
-  path.write_text(json.dumps(_record(0)))
-  with pytest.raises(ValueError, match="data.corpus=''"):
-    _load(tmp_path).passages()
 
 
 def test_a_file_is_one_corpus(tmp_path):
@@ -182,15 +162,17 @@ def test_a_file_is_one_corpus(tmp_path):
   assert (passage.title, passage.text) == ('Title', 'body')
   with pytest.raises(LookupError, match='no world 3'):
     questions.world_passages(3)
+  # Passages of another server cannot be read.
+  with pytest.raises(ValueError, match="data.corpus=''"):
+    _load(tmp_path).passages()
 
 
 @pytest.mark.parametrize('count', [3, 10])
 def test_resampling_rounds_of_a_weighted_mixture_share_no_question(
   tmp_path, count
 ):
-  for name, size in (('a', 30), ('b', 30)):
-    records = [_record(n, name) for n in range(size)]
-    (tmp_path / f'{name}.jsonl').write_text('\n'.join(map(json.dumps, records)))
+  for name in 'ab':
+    _write(tmp_path / f'{name}.jsonl', [_record(n, name) for n in range(30)])
   questions = _load(
     tmp_path,
     train='a.jsonl weight=3, b.jsonl weight=1 limit=20',
@@ -201,5 +183,4 @@ def test_resampling_rounds_of_a_weighted_mixture_share_no_question(
     together = {(q.data_set, q.id) for q in sum(rounds, [])}
     assert len(together) == 4 * count
     assert rounds[2] == questions.train(step, count, resample_round=2)
-  sizes = {k: len(v) for k, v in questions.evaluation(100).items()}
-  assert sizes == {'a': 5, 'b': 7}
+  _check_groups(questions.evaluation(100), {'a': 5, 'b': 7})

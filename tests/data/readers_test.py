@@ -1,5 +1,6 @@
 """Questions from files, and errors that name file and line."""
 
+import dataclasses
 import gzip
 import json
 
@@ -39,29 +40,18 @@ def _write(tmp_path, *rows):
 
 
 def test_open_and_choice_questions_are_read(tmp_path):
-  assert readers.read_questions(_write(tmp_path, _OPEN, ' ', _CHOICE)) == [
-    types.Question(
-      'n1', 'who?', ('x', 'y'), 'nq', gold_passages=('p',), hops=2
-    ),
-    types.Question(
-      'm1',
-      'which?',
-      ('two',),
-      'medmcqa',
-      'choice',
-      {'A': 'one', 'B': 'two'},
-    ),
-  ]
-
-
-def test_the_text_of_the_answer_key_is_golden():
-  question = readers.parse_question(_CHOICE | {'answers': ['2']})
-  assert question.golden_answers == ('2', 'two')
-
-
-def test_equal_ids_in_different_sets_are_different_questions(tmp_path):
-  path = _write(tmp_path, _OPEN, _OPEN | {'dataset': 'other'})
-  assert len(readers.read_questions(path)) == 2
+  # Equal ids in different sets are different questions, and the text of the
+  # answer key is golden.
+  other = _OPEN | {'dataset': 'other'}
+  rows = [_OPEN, ' ', other, _CHOICE | {'answers': ['2']}]
+  one, two, three = readers.read_questions(_write(tmp_path, *rows))
+  assert one == types.Question(
+    'n1', 'who?', ('x', 'y'), 'nq', gold_passages=('p',), hops=2
+  )
+  assert two == dataclasses.replace(one, data_set='other')
+  assert three == types.Question(
+    'm1', 'which?', ('2', 'two'), 'medmcqa', 'choice', _CHOICE['options']
+  )
 
 
 def _without(fields, name):
@@ -80,9 +70,7 @@ def _without(fields, name):
     (_CHOICE | {'question': ' '}, '"question"'),
     (_CHOICE | {'dataset': 3}, '"dataset"'),
     (_CHOICE | {'kind': 'choice'}, "'choice'; choices: open, mcq"),
-    (_CHOICE | {'answers': []}, '"answers"'),
     (_CHOICE | {'answers': 'two'}, '"answers"'),
-    (_CHOICE | {'options': {}}, '"options"'),
     (_CHOICE | {'options': {'A': 1}}, '"options"'),
     (_CHOICE | {'answer_key': 'C'}, "'C'"),
     (_without(_CHOICE, 'answer_key') | {'answers': ['six']}, '"answers"'),
@@ -102,14 +90,13 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 
 def test_a_question_and_its_answers_suffice(tmp_path):
   fields = {'question': 'which?', 'answers': ['two']}
-  options = {'options': _CHOICE['options']}
-  path = _write(tmp_path, fields, fields, fields | options)
+  options = _CHOICE['options']
+  path = _write(tmp_path, fields, fields, fields | {'options': options})
+  same = ('which?', ('two',), 'questions')
   assert readers.read_questions(path) == [
-    types.Question('1', 'which?', ('two',), 'questions'),
-    types.Question('2', 'which?', ('two',), 'questions'),
-    types.Question(
-      '3', 'which?', ('two',), 'questions', 'choice', _CHOICE['options']
-    ),
+    types.Question('1', *same),
+    types.Question('2', *same),
+    types.Question('3', *same, 'choice', options),
   ]
 
 
@@ -209,9 +196,8 @@ def test_columns_of_pandas_are_read(tmp_path):
   table = table.set_column(names.index('hops'), 'hops', hops)
   parquet.write_table(table, tmp_path / 'rows.parquet', row_group_size=2)
   plain = _write(tmp_path, _OPEN, rows[1], _CHOICE, _CHOICE | {'id': 'm2'})
-  assert readers.read_questions(
-    tmp_path / 'rows.parquet'
-  ) == readers.read_questions(plain)
+  found = readers.read_questions(tmp_path / 'rows.parquet')
+  assert found == readers.read_questions(plain)
 
 
 def test_malformed_rows_and_files_of_parquet_are_named(tmp_path):

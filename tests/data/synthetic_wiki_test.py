@@ -1,6 +1,5 @@
 """Questions can be solved from the passages and from nothing else."""
 
-import itertools
 import re
 
 import pytest
@@ -49,8 +48,8 @@ def test_names_of_evaluation_worlds_are_kept_for_them():
   evaluation, training = (
     set().union(*(_world(index).entities for index in indices))
     for indices in (
-      [*range(100), limit - 1],
-      [*range(limit, limit + 100), 10**6, 10**7],
+      [*range(50), limit - 1],
+      [*range(limit, limit + 50), 10**6, 10**7],
     )
   )
   assert len(evaluation) > 500 and len(training) > 500
@@ -104,9 +103,7 @@ def test_distractors_are_there_and_no_fact_points_to_them():
   world = _world(1005, distractors=25)
   names = list(world.entities)
   assert len(names) == len(world.passages()) == 5 * 12 + 25
-  targets = set(
-    itertools.chain(*(e.facts.values() for e in world.entities.values()))
-  )
+  targets = {x for e in world.entities.values() for x in e.facts.values()}
   assert not targets & set(names[-25:])
   assert len(targets & set(names[:-25])) > 40
   assert len({world.entities[name].type for name in names[-25:]}) > 1
@@ -130,8 +127,7 @@ def test_more_names_than_the_pieces_can_form_are_refused():
 
 
 @pytest.mark.parametrize(
-  'changes',
-  [{}, {'distractors': 100}, {'entities_per_type': 42}, {'name_pieces': 3}],
+  'changes', [{'distractors': 100}, {'entities_per_type': 42}]
 )
 def test_a_name_finds_its_own_passage(changes):
   # 100 % of the entities, at the first place even; two are shown.

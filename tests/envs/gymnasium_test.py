@@ -50,27 +50,15 @@ def make():
   return Counter()
 
 
-def _from_options(name):
-  options = base.get_config().env.to_dict()
-  options['gymnasium']['make'] = name
-  options['max_turns'] = 2
-  return gymnasium.GymnasiumEnvironment.from_options(options, None)
-
-
 def _collect(scripts, *, make=make, timeout=60.0):
   """Returns the trajectories of one question, one for each script."""
   environment = gymnasium.GymnasiumEnvironment(
     make=make, max_turns=2, prompt_template='', timeout=timeout
   )
   _closed.clear()
+  write = lambda text: text if text == 'hm' else f'<action>{text}</action>'
   return dialogues.collect_scripts(
-    [
-      [
-        text if text == 'hm' else f'<think>x</think><action>{text}</action>'
-        for text in script
-      ]
-      for script in scripts
-    ],
+    [[write(text) for text in script] for script in scripts],
     environment,
     games.GameQuestions(seed=0, count=0).evaluation(1)['games'],
     tokenizer=vocabularies.bpe(),
@@ -83,26 +71,20 @@ def test_episodes_are_independent_and_their_rewards_are_on_their_turns():
   scripts = [['1', '2'], ['1', '7', '2'], ['hm', '1', '1'], ['1', 'crash']]
   trajectories = _collect(scripts)
   assert len(_closed) == 5  # the one of the prompt, too
-  assert [t.status for t in trajectories] == [
-    _STATUS.COMPLETED,
-    _STATUS.COMPLETED,
-    _STATUS.TRUNCATED_TURNS,
-    _STATUS.INFRA_ERROR,
-  ]
-  assert [[turn.reward for turn in t.turns] for t in trajectories] == [
-    [0.5, 0.5],
-    [0.5, 0.0, 0.5],
-    [0.0, 0.5, 0.0],
-    [0.5, 0.0],
+  found = [(t.status, [turn.reward for turn in t.turns]) for t in trajectories]
+  assert found == [
+    (_STATUS.COMPLETED, [0.5, 0.5]),
+    (_STATUS.COMPLETED, [0.5, 0.0, 0.5]),
+    (_STATUS.TRUNCATED_TURNS, [0.0, 0.5, 0.0]),
+    (_STATUS.INFRA_ERROR, [0.5, 0.0]),
   ]
   assert [t.scores['return'] for t in trajectories] == [1.0, 1.0, 0.5, 0.0]
   assert trajectories[2].turns[0].action == 'invalid'
   assert trajectories[3].cause == 'RuntimeError: a bug of the user'
   decode = vocabularies.bpe().decode
   assert 'Count to 2 (/action).' in decode(trajectories[0].prompt_ids)
-  assert decode(trajectories[0].turns[0].observation_ids) == (
-    '\n\nAt 1. (answer)\n\n'
-  )
+  observed = decode(trajectories[0].turns[0].observation_ids)
+  assert observed == '\n\nAt 1. (answer)\n\n'
 
 
 def test_a_step_that_hangs_ends_its_own_trajectory_only():
@@ -110,9 +92,7 @@ def test_a_step_that_hangs_ends_its_own_trajectory_only():
   counted, hung = _collect([['1', '2'], ['1', 'hang']], timeout=0.5)
   assert counted.status is _STATUS.COMPLETED
   assert hung.status is _STATUS.INFRA_ERROR
-  assert hung.cause == (
-    'TimeoutError: step: no result within env.gymnasium.timeout=0.5 s'
-  )
+  assert 'no result within env.gymnasium.timeout=0.5 s' in hung.cause
   assert len(_closed) == 2  # an environment is not closed in its step
   _go_on.set()
   for thread in threading.enumerate():
@@ -137,8 +117,10 @@ def test_environments_are_closed_if_the_collection_ends_early():
 
 @pytest.mark.parametrize('name', ['', 'no_such_module:make', 'math:make'])
 def test_a_function_that_is_not_there_is_one_line(name):
+  options = base.get_config().env.to_dict()
+  options['gymnasium']['make'] = name
   with pytest.raises(ValueError, match='must be module:function') as caught:
-    _from_options(name)
+    gymnasium.GymnasiumEnvironment.from_options(options, None)
   assert '\n' not in str(caught.value)
 
 

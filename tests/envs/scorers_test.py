@@ -1,4 +1,4 @@
-"""Scores against the public definitions, on some four hundred pairs.
+"""Scores against the public definitions, on some two thousand pairs.
 
 The twins follow the evaluation of SQuAD 1.1 and the scorers of Search-R1 word
 for word: lower case, then no ASCII punctuation, then no articles, then single
@@ -7,9 +7,9 @@ spaces. They are written character by character, unlike ours.
 
 import collections
 import itertools
+import random
 import string
 
-import numpy as np
 import pytest
 
 from stppo_jax import text as text_lib
@@ -60,9 +60,8 @@ _TEXTS = (
   *('Beyoncé', 'beyoncé', 'Beyonce', '“quoted”', 'quoted', 'naïve café'),
   *('東京', 'the 東京', 'Zürich\u00a0(city)', 'zürich city', 'ß', 'SS'),
   *('_under_score_', 'underscore', "king's", 'kings', 'a-b', 'ab'),
-  *('x / y', 'x y'),
+  *('x / y', 'x y', 'new new york city', 'new york state', 'york'),
 )
-_PAIRS = list(itertools.product(_TEXTS, _TEXTS))
 
 
 def _agrees(answer, golden):
@@ -73,39 +72,32 @@ def _agrees(answer, golden):
 
 
 def test_scores_equal_the_public_definitions():
-  assert len(_PAIRS) == 1600
-  for answer, golden in _PAIRS:
+  pairs = list(itertools.product(_TEXTS, _TEXTS))
+  for answer, golden in pairs:
     _agrees(answer, [golden])
-  found = [_exact(a, [g]) for a, g in _PAIRS if a != g]
+  found = [_exact(a, [g]) for a, g in pairs if a != g]
   assert 20 < sum(found) < 100  # neither of the two is rare
-
-
-def test_lists_of_golden_answers_equal_the_public_definitions():
-  rng = np.random.default_rng(0)
-  for _ in range(300):
-    answer, *golden = rng.choice(_TEXTS, size=rng.integers(2, 6)).tolist()
-    _agrees(answer, golden)
+  draw = random.Random(0)
+  for _ in range(100):
+    _agrees(draw.choice(_TEXTS), draw.choices(_TEXTS, k=draw.randint(2, 5)))
 
 
 @pytest.mark.parametrize(
   ('answer', 'golden', 'score'),
   [
-    ('', 'The', 0.0),
-    ('a', 'The', 0.0),
-    ('Oslo', 'The', 0.0),
-    ('the', 'The', 1.0),
-    ('-', '+', 0.0),
-    ('+', '+', 1.0),
+    *[(answer, 'The', 0.0) for answer in ('', 'a', 'Oslo')],
+    *[('the', 'The', 1.0), ('-', '+', 0.0), ('+', '+', 1.0)],
   ],
 )
 def test_where_nothing_of_a_golden_answer_is_compared_ours_differs(
   answer, golden, score
 ):
-  for function in (
+  for score_of in (
     rewards.exact_match,
     rewards.substring_match,
     rewards.token_f1,
   ):
-    assert function(answer, [golden]) == score
+    assert score_of(answer, [golden]) == score
+    assert score_of(answer, []) == 0.0
   # Every text contains the empty one: to Search-R1, "The" is in all answers.
   assert _substring(answer, [golden])

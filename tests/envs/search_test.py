@@ -1,6 +1,7 @@
 """The search environment: every outcome of a turn, rewards and scores."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -13,16 +14,9 @@ _STATUS = types.TrajectoryStatus
 _QUESTION = types.Question(
   'q', 'Capital of France?', ('Paris',), 'nq', corpus='worlds/3'
 )
-_WEIGHTS = {
-  'exact_match': 1.0,
-  'substring_match': 0.5,
-  'f1': 0.25,
-  'format': 0.125,
-  'search_penalty': 0.0625,
-  'turn_search': 0.03125,
-  'turn_answer_found': 2.0,
-  'turn_first_found': 0.0,
-}
+_WEIGHTS = dict(exact_match=1.0, substring_match=0.5, f1=0.25, format=0.125)
+_WEIGHTS |= dict(search_penalty=0.0625, turn_search=0.03125)
+_WEIGHTS |= dict(turn_answer_found=2.0, turn_first_found=0.0)
 _SEARCH = '<think>a</think><search> capital </search>'
 _ANSWER = '<answer>city of Paris</answer>'
 
@@ -54,25 +48,29 @@ def test_a_search_is_answered_from_the_corpus_of_the_question():
   assert retriever.calls == [('worlds/3', 'capital')]
 
 
+_OPTIONS = {'A': 'Mask', 'B': 'Bag and mask'}
+_CHOICE = types.Question('q', 'Oxygen?', ('B',), 'nq', 'choice', _OPTIONS)
+
+
 @pytest.mark.parametrize(
-  ('passages', 'reward'),
+  ('question', 'texts', 'reward'),
   [
-    ([], 0.0),
-    ([types.Passage('1', 'Lyon', 'A town.')], 0.03125),
-    ([types.Passage('1', 'PARIS!', 'A town.')], 2.03125),
-    (
-      [
-        types.Passage('1', 'Lyon', 'A town.'),
-        types.Passage('2', 'France', 'Its capital is paris, not Lyon.'),
-        types.Passage('3', 'Paris', 'Found twice counts once.'),
-      ],
-      2.03125,
-    ),
+    (_QUESTION, [], 0.0),
+    (_QUESTION, [('Lyon', 'A town.')], 0.03125),
+    (_QUESTION, [('PARIS!', 'A town.')], 2.03125),
+    # Found twice counts once.
+    (_QUESTION, [('Lyon', ''), ('', 'It is paris.'), ('', 'Paris')], 2.03125),
+    # The text of the golden option is looked for.
+    (_CHOICE, [('', 'Vitamin B')], 0.03125),
+    (_CHOICE, [('', 'a Bag and mask')], 2.03125),
   ],
 )
-def test_the_reward_of_a_search_depends_on_what_it_found(passages, reward):
+def test_the_reward_of_a_search_depends_on_what_it_found(
+  question, texts, reward
+):
+  passages = [types.Passage('1', *each) for each in texts]
   retriever = fakes.FakeRetriever({'capital': passages})
-  step = _step(_environment(retriever), 1, _SEARCH)
+  step = _step(_environment(retriever), 1, _SEARCH, question)
   assert step.reward == reward
 
 
@@ -93,16 +91,6 @@ def test_the_first_turn_that_finds_the_answer_can_be_paid_alone():
       for i, query in enumerate(queries)
     ]
     assert earned == [0.0, 0.5, 0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-  ('text', 'reward'), [('Vitamin B', 0.03125), ('a Bag and mask', 2.03125)]
-)
-def test_choice_questions_look_for_the_text_of_the_golden_option(text, reward):
-  options = {'A': 'Mask', 'B': 'Bag and mask'}
-  question = types.Question('q', '?', ('B',), 'medmcqa', 'choice', options)
-  retriever = fakes.FakeRetriever({'capital': [types.Passage('1', '', text)]})
-  assert _step(_environment(retriever), 0, _SEARCH, question).reward == reward
 
 
 @pytest.mark.parametrize(
@@ -173,10 +161,9 @@ def test_a_truncated_trajectory_pays_for_its_searches(status, total):
 def test_the_scope_says_where_the_answer_is_sought(scope):
   environment = _environment(reward_scope=scope)
   prompt = environment.prompt(_QUESTION)
-  spoof = prompt + '<answer>Paris</answer>' * 2
+  spoof = prompt + '<answer>Paris</answer>'
   for asked, text, em in (
     (prompt, '<answer>Paris</answer>', 1.0),
-    (prompt, 'hm', 0.0),
     (spoof, 'hm', float(scope == 'search_r1')),  # a fault of that scope
   ):
     _, scores = environment.rewards(_QUESTION, asked, [text], _STATUS.COMPLETED)
@@ -185,20 +172,9 @@ def test_the_scope_says_where_the_answer_is_sought(scope):
 
 @pytest.mark.parametrize('golden', ['B', 'Bag and mask'])
 def test_choice_questions_are_scored_by_the_option(golden):
-  question = types.Question(
-    'q',
-    'Most oxygen?',
-    (golden,),
-    'medmcqa',
-    'choice',
-    {'A': 'Mask', 'B': 'Bag and mask'},
-  )
-  environment = _environment()
-  assert environment.prompt(question).endswith(
-    'Most oxygen?\nOptions:\nA. Mask\nB. Bag and mask\n'
-  )
+  question = dataclasses.replace(_CHOICE, golden_answers=(golden,))
   for answer, em, f1 in (('B', 1, 1), ('bag and mask', 1, 1), ('A', 0, 0.5)):
-    rewards, scores = environment.rewards(
+    rewards, scores = _environment().rewards(
       question, '', [f'<answer>{answer}</answer>'], _STATUS.COMPLETED
     )
     assert (scores['em'], scores['f1']) == (em, f1)
@@ -207,15 +183,17 @@ def test_choice_questions_are_scored_by_the_option(golden):
   assert scores['substring_match'] == 0.0
 
 
-def _turns(*actions):
-  ids = np.zeros(1, np.int32)
-  return tuple(types.Turn(ids, ids, ids, action) for action in actions)
-
-
 def test_valid_searches_are_counted_per_trajectory():
+  ids = np.zeros(1, np.int32)
   trajectories = [
-    types.Trajectory(_QUESTION, np.zeros(1), turns, {}, _STATUS.COMPLETED)
-    for turns in (_turns('search', 'search', 'answer'), _turns('invalid'))
+    types.Trajectory(
+      _QUESTION,
+      ids,
+      tuple(types.Turn(ids, ids, ids, action) for action in actions),
+      {},
+      _STATUS.COMPLETED,
+    )
+    for actions in (['search', 'search', 'answer'], ['invalid'])
   ]
   assert search.SearchEnvironment.statistics(trajectories) == {
     'env/number_of_valid_search': 1.0

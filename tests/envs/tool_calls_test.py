@@ -3,6 +3,7 @@
 import json
 
 from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 import pytest
 
@@ -28,10 +29,7 @@ _CALL = ('tool', tools.Call('add', {'a': 1}))
     ('<think>x</think><answer> a b\n</answer>', ('answer', 'a b')),
     ('<search>x</search><answer>2</answer>', ('answer', '2')),
     # No arguments are none.
-    (
-      '<tool_call>{"name": "now"}</tool_call>',
-      ('tool', tools.Call('now', {})),
-    ),
+    ('<tool_call>{"name": "now"}</tool_call>', ('tool', tools.Call('now', {}))),
     # What is no call.
     ('', _INVALID),
     ('I would add them.', _INVALID),
@@ -50,6 +48,7 @@ def test_a_turn_has_one_action(text, expected):
   assert tools.parse(text) == expected
 
 
+@settings(max_examples=40)
 @given(
   st.text(min_size=1),
   st.dictionaries(st.text(), st.integers() | st.text(max_size=9)),

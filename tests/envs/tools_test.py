@@ -5,8 +5,6 @@ import asyncio
 import pytest
 
 from stppo_jax import types
-from stppo_jax.configs import base
-from stppo_jax.configs import schema
 from stppo_jax.envs import rewards as rewards_lib
 from stppo_jax.envs import tool
 from stppo_jax.envs import tools
@@ -15,12 +13,7 @@ from tests.sampling import vocabularies
 
 _STATUS = types.TrajectoryStatus
 _QUESTION = types.Question('q', 'What is 6 * 7?', ('42',), 'sums')
-_WEIGHTS = {
-  'exact_match': 1.0,
-  'substring_match': 0.5,
-  'f1': 0.25,
-  'format': 0.125,
-}
+_WEIGHTS = dict(exact_match=1.0, substring_match=0.5, f1=0.25, format=0.125)
 _SAY = '<tool_call>{"name": "say", "arguments": {"text": "%s"}}</tool_call>'
 _ANSWER = '<think>x</think><answer> 42 </answer>'
 
@@ -44,17 +37,10 @@ class _Say:
 
 
 def _environment(**changes):
-  options = {
-    'tools': [_Say()],
-    'max_turns': 2,
-    'prompt_template': '',
-    'rewards': _WEIGHTS,
-  }
+  options = dict(
+    tools=[_Say()], max_turns=2, prompt_template='', rewards=_WEIGHTS
+  )
   return tools.ToolsEnvironment(**(options | changes))
-
-
-def _step(text, turn_index=0):
-  return asyncio.run(_environment().step(_QUESTION, turn_index, text))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +60,7 @@ def _step(text, turn_index=0):
 def test_every_turn_has_its_outcome(
   text, turn_index, action, status, observation
 ):
-  step = _step(text, turn_index)
+  step = asyncio.run(_environment().step(_QUESTION, turn_index, text))
   assert (step.action, step.status) == (action, status)
   if observation is None:
     assert step.observation is None
@@ -95,15 +81,12 @@ def test_every_turn_has_its_outcome(
   ],
 )
 def test_rewards_are_weighted_scores_of_what_the_policy_wrote(texts, scores):
-  rewards, found = _environment().rewards(
-    _QUESTION, 'prompt', texts, _STATUS.COMPLETED
-  )
+  made = lambda status: _environment().rewards(_QUESTION, '', texts, status)
+  rewards, found = made(_STATUS.COMPLETED)
   assert tuple(found[name] for name in rewards_lib.SCORE_NAMES) == scores
   measures = found | {'exact_match': found['em']}
   assert rewards == {n: w * measures[n] for n, w in _WEIGHTS.items()}
-  rewards, found = _environment().rewards(
-    _QUESTION, 'prompt', texts, _STATUS.INFRA_ERROR
-  )
+  rewards, found = made(_STATUS.INFRA_ERROR)
   assert not any(rewards.values()) and not any(found.values())
 
 
@@ -150,16 +133,3 @@ def test_a_chat_template_describes_the_tools_in_its_own_format(has_template):
   described = 'TOOLS{"type": "function", "function": {"name": "say", '
   assert prompt.startswith(described) == has_template
   assert trajectory.reward == sum(_WEIGHTS.values())
-
-
-def test_options_are_checked_by_name():
-  config = base.get_config()
-  config.env.name = 'tools'
-  config.env.tools.update(names=('abacus',), mcp_servers=('',), timeout=0.0)
-  lines = schema.check(config)
-  for line, start in zip(
-    lines,
-    ("mcp_servers=('',)", "names=('abacus',)", 'timeout=0.0'),
-    strict=True,
-  ):
-    assert line.startswith(f'env.tools.{start}: must be ')

@@ -11,7 +11,6 @@ with the path of this script. That is a copy of its authors' code
 that the others need.
 """
 
-import pathlib
 import sys
 
 import family_batch
@@ -67,8 +66,7 @@ def main(path):
   results['cut_fraction'] = loss(x)[1].numpy()
   results['advantages_BL'] = x.advantages_BL.numpy()
   results['scales_BL'] = x.scales_BL.numpy()
-  path = pathlib.Path(__file__).parent / 'family' / 'a2tgpo.npz'
-  np.savez(path, **{f'a2tgpo.{name}': x for name, x in results.items()})
+  family_batch.save('a2tgpo', {'a2tgpo': results})
 
 
 if __name__ == '__main__':

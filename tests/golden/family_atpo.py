@@ -8,10 +8,7 @@ Its verl has the name of the package that make_family.py installs, so it needs
 another environment, or this order of paths.
 """
 
-import pathlib
-
 import family_batch
-import numpy as np
 from verl.trainer.ppo import core_algos
 
 OPTIONS = family_batch.OPTIONS
@@ -35,9 +32,8 @@ def main():
   arrays = family_batch.make_arrays()
   x = family_batch.tensors(arrays)
   results = family_batch.differentiated(lambda x: _loss(x)[0], x)
-  results['cut_fraction'] = np.asarray(_loss(x)[1]['actor/pg_clipfrac'])
-  path = pathlib.Path(__file__).parent / 'family' / 'atpo.npz'
-  np.savez(path, **{f'atpo.{name}': value for name, value in results.items()})
+  results['cut_fraction'] = _loss(x)[1]['actor/pg_clipfrac']
+  family_batch.save('atpo', {'atpo': results})
 
 
 if __name__ == '__main__':

@@ -1,12 +1,14 @@
 """The batch and the options of all files in tests/golden/family."""
 
 import importlib.util
+import pathlib
 import sys
 import types
 
 import numpy as np
 import torch
 
+FOLDER = pathlib.Path(__file__).parent / 'family'
 B, L, T = 8, 32, 4
 FAILED_ROW = 7
 NEVER = 1e9  # a dual clip, or a cap, that no number reaches
@@ -150,3 +152,13 @@ def differentiated(loss, x, name='logprobs_BL'):
   value = loss(types.SimpleNamespace(**{**vars(x), name: at}))
   (gradient,) = torch.autograd.grad(value, at)
   return {'loss': value.detach().numpy(), 'gradient_BL': gradient.numpy()}
+
+
+def save(source, cases):
+  """Saves arrays by case and name as the file of a source."""
+  numbers = {
+    f'{case}.{name}': np.asarray(x)
+    for case, parts in cases.items()
+    for name, x in parts.items()
+  }
+  np.savez(FOLDER / f'{source}.npz', **numbers)

@@ -8,12 +8,10 @@ Nothing is used of what that file imports of its package.
 """
 
 import importlib.util
-import pathlib
 import sys
 import types
 
 import family_batch
-import numpy as np
 
 
 def _module(path):
@@ -48,8 +46,7 @@ def main(path):
 
   x = family_batch.tensors(family_batch.make_arrays())
   results = family_batch.differentiated(loss, x)
-  path = pathlib.Path(__file__).parent / 'family' / 'drpo.npz'
-  np.savez(path, **{f'drpo.{name}': x for name, x in results.items()})
+  family_batch.save('drpo', {'drpo': results})
 
 
 if __name__ == '__main__':

@@ -8,7 +8,6 @@ That is a copy of its authors' code (langfengQ/verl-agent, recipe/hgpo), of
 which one file is read. The batch gets states, which recur in a question.
 """
 
-import pathlib
 import sys
 import types
 from unittest import mock
@@ -62,9 +61,8 @@ def main(path):
   advantages_BL = np.zeros(states_BL.shape)
   for (b, _, places, _), advantage in zip(turns, found[:, 0], strict=True):
     advantages_BL[b, places] = advantage
-  path = pathlib.Path(__file__).parent / 'family' / 'hgpo.npz'
   results = {'advantages_BL': advantages_BL, 'state_ids_BL': states_BL}
-  np.savez(path, **{f'centered.{name}': x for name, x in results.items()})
+  family_batch.save('hgpo', {'centered': results})
 
 
 if __name__ == '__main__':

@@ -44,9 +44,8 @@ def main():
     for b in range(family_batch.B):
       places = np.flatnonzero(mask_BL[b])
       advantages_BL[b, places] = found_BL[b, : len(places)].numpy()
-    results[f'{mode}.advantages_BL'] = advantages_BL
-  path = pathlib.Path(__file__).parent / 'family' / 'igpo.npz'
-  np.savez(path, **results)
+    results[mode] = {'advantages_BL': advantages_BL}
+  family_batch.save('igpo', results)
 
 
 if __name__ == '__main__':

@@ -14,7 +14,6 @@ import sys
 from unittest import mock
 
 import family_batch
-import numpy as np
 import torch
 
 OPTIONS = family_batch.OPTIONS
@@ -59,10 +58,7 @@ def main():
   arrays = family_batch.make_arrays()
   advantages, returns = _advantages(family_batch.tensors(arrays))
   results = {'advantages_BL': advantages, 'returns_BL': returns}
-  path = pathlib.Path(__file__).parent / 'family' / 'nemo.npz'
-  np.savez(
-    path, **{f'gae_by_length.{name}': x.numpy() for name, x in results.items()}
-  )
+  family_batch.save('nemo', {'gae_by_length': results})
 
 
 if __name__ == '__main__':

@@ -15,6 +15,38 @@ from trl.trainer import rloo_trainer
 OPTIONS = family_batch.OPTIONS
 
 
+def _trainer(x, **attributes):
+  """Returns what a loss asks of its trainer, with more attributes."""
+  same = lambda tensor, **_: tensor
+  logprobs_and_entropy = x.logprobs_BL, x.entropy_BL, None
+  return types.SimpleNamespace(
+    _get_per_token_logps_and_entropies=lambda *_, **__: logprobs_and_entropy,
+    _metrics={'eval': collections.defaultdict(list)},
+    accelerator=types.SimpleNamespace(
+      num_processes=1, sync_gradients=False, gather=same, reduce=same
+    ),
+    aux_loss_enabled=False,
+    model=types.SimpleNamespace(training=False),
+    **{
+      'epsilon_low': OPTIONS['low'],
+      'epsilon_high': OPTIONS['high'],
+      **attributes,
+    },
+  )
+
+
+def _inputs(x, advantages, **more):
+  ids_BL = torch.zeros(x.loss_mask_BL.shape, dtype=torch.int64)
+  return {
+    'prompt_ids': ids_BL[:, :1],
+    'prompt_mask': ids_BL[:, :1],
+    'completion_ids': ids_BL,
+    'completion_mask': x.loss_mask_BL,
+    'advantages': advantages,
+    **more,
+  }
+
+
 def _loss(x, **options):
   """Returns `GRPOTrainer._compute_loss` without gradient accumulation."""
   k_positive, lambda_positive = OPTIONS['gamma_positive']
@@ -29,74 +61,33 @@ def _loss(x, **options):
     vespo_k_neg=k_negative,
     vespo_lambda_neg=lambda_negative,
   )
-  same = lambda tensor, **_: tensor
-  trainer = types.SimpleNamespace(
-    _get_per_token_logps_and_entropies=lambda *_, **__: (
-      x.logprobs_BL,
-      x.entropy_BL,
-      None,
-    ),
+  trainer = _trainer(
+    x,
     _entropy_bonus_enabled='entropy_coef' in options,
-    _metrics={'eval': collections.defaultdict(list)},
-    accelerator=types.SimpleNamespace(
-      num_processes=1, sync_gradients=False, gather=same, reduce=same
-    ),
     args=arguments,
-    aux_loss_enabled=False,
     max_completion_length=OPTIONS['max_response_tokens'],
-    model=types.SimpleNamespace(training=False),
     off_policy_mask_threshold=None,
     top_entropy_quantile=1.0,
     use_adaptive_entropy=False,
     use_vllm=False,
     get_gamma_weights=grpo_trainer.GRPOTrainer.get_gamma_weights,
-    **{
-      'beta': 0.0,
-      'epsilon_low': OPTIONS['low'],
-      'epsilon_high': OPTIONS['high'],
-      'importance_sampling_level': 'token',
-      **options,
-    },
+    **{'beta': 0.0, 'importance_sampling_level': 'token', **options},
   )
-  ids_BL = torch.zeros(x.loss_mask_BL.shape, dtype=torch.int64)
-  inputs = {
-    'prompt_ids': ids_BL[:, :1],
-    'prompt_mask': ids_BL[:, :1],
-    'completion_ids': ids_BL,
-    'completion_mask': x.loss_mask_BL,
-    'advantages': x.advantages_BL,
-    'old_per_token_logps': x.old_logprobs_BL,
-    'ref_per_token_logps': x.ref_logprobs_BL,
-    'num_items_in_batch': x.loss_mask_BL.sum(),
-  }
+  inputs = _inputs(
+    x,
+    x.advantages_BL,
+    old_per_token_logps=x.old_logprobs_BL,
+    ref_per_token_logps=x.ref_logprobs_BL,
+    num_items_in_batch=x.loss_mask_BL.sum(),
+  )
   return grpo_trainer.GRPOTrainer._compute_loss(trainer, None, inputs)
 
 
 def _rloo_loss(x):
-  same = lambda tensor, **_: tensor
-  trainer = types.SimpleNamespace(
-    _get_per_token_logps_and_entropies=lambda *_, **__: (
-      x.logprobs_BL,
-      x.entropy_BL,
-      None,
-    ),
-    _metrics={'eval': collections.defaultdict(list)},
-    accelerator=types.SimpleNamespace(gather=same, reduce=same),
-    aux_loss_enabled=False,
-    epsilon_low=OPTIONS['low'],
-    epsilon_high=OPTIONS['high'],
-    model=types.SimpleNamespace(training=False),
-  )
-  ids_BL = torch.zeros(x.loss_mask_BL.shape, dtype=torch.int64)
-  inputs = {
-    'prompt_ids': ids_BL[:, :1],
-    'prompt_mask': ids_BL[:, :1],
-    'completion_ids': ids_BL,
-    'completion_mask': x.loss_mask_BL,
-    'advantages': torch.where(x.loss_mask_BL.any(1), x.advantages_B, 0),
-    'old_logps': (x.old_logprobs_BL * x.loss_mask_BL).sum(1),
-  }
-  return rloo_trainer.RLOOTrainer._compute_loss(trainer, None, inputs)
+  advantages_B = torch.where(x.loss_mask_BL.any(1), x.advantages_B, 0)
+  old_B = (x.old_logprobs_BL * x.loss_mask_BL).sum(1)
+  inputs = _inputs(x, advantages_B, old_logps=old_B)
+  return rloo_trainer.RLOOTrainer._compute_loss(_trainer(x), None, inputs)
 
 
 def make(arrays):

@@ -50,47 +50,28 @@ def _policy(
   )
 
 
+# How a loss counts the tokens whose gradient is cut. CISPO counts the clipped
+# weights, which cut nothing.
+_CUT = {
+  'vanilla': ('actor/pg_clipfrac', 'actor/pg_clipfrac_lower'),
+  'gspo': ('actor/pg_clipfrac', 'actor/pg_clipfrac_lower'),
+  'dppo_tv': ('actor/pg_clipfrac',),
+  'dppo_kl': ('actor/pg_clipfrac',),
+}
+
+
 def _policies(x):
   """Returns results that differ in ratio, bounds, objective or aggregate."""
   sequence = {'low': OPTIONS['sequence_low'], 'high': OPTIONS['sequence_high']}
-  calls = {
-    'token_mean': ('vanilla', 'token-mean', {}),
-    'sequence_mean': ('vanilla', 'seq-mean-token-mean', {}),
-    'sequence_sum': ('vanilla', 'seq-mean-token-sum', {}),
-    'constant_length': ('vanilla', 'seq-mean-token-sum-norm', {}),
-    'dual_clip': ('vanilla', 'token-mean', {'c': OPTIONS['dual_clip']}),
-    'gspo_token': ('gspo', 'seq-mean-token-mean', sequence),
-    'turn_token': ('gspo', 'token-mean', {}),
-    'turn_token_mean': ('gspo', 'seq-mean-token-mean', {}),
-    'cispo': ('cispo', 'token-mean', {'low': 1.0}),
-  }
-  results = {}
-  for case, (name, mode, options) in calls.items():
-    cut = family_batch.by_turn if case.startswith('turn_') else lambda x: x
-    results[case] = family_batch.differentiated(
-      lambda x: _policy(cut(x), name, mode, **options)[0], x
-    )
-    _, metrics = _policy(cut(x), name, mode, **options)
-    if name != 'cispo':  # there it counts clipped weights, which cut nothing
-      results[case]['cut_fraction'] = np.asarray(
-        metrics['actor/pg_clipfrac'] + metrics['actor/pg_clipfrac_lower']
-      )
-  return results
-
-
-def _without_clipping(x):
-  """Returns results of what replaces the clipping of the ratio."""
   geometric = OPTIONS['geometric_clip']
-  probability = {
-    'low': OPTIONS['probability_low'],
-    'high': OPTIONS['probability_high'],
-    'c': OPTIONS['weight_cap'],
-  }
-  divergence = {
-    'low': OPTIONS['divergence_low'],
-    'high': OPTIONS['divergence_high'],
-    'c': OPTIONS['weight_cap'],
-  }
+  probability, divergence = (
+    {
+      'low': OPTIONS[f'{kind}_low'],
+      'high': OPTIONS[f'{kind}_high'],
+      'c': OPTIONS['weight_cap'],
+    }
+    for kind in ('probability', 'divergence')
+  )
   kl_cov = {
     'kl_cov_ratio': OPTIONS['kl_cov_share'],
     'ppo_kl_coef': OPTIONS['kl_cov_coefficient'],
@@ -102,21 +83,31 @@ def _without_clipping(x):
     'clip_cov_ub': OPTIONS['clip_cov_most'],
   }
   calls = {
-    'gmpo': ('geo_mean', {'low': geometric, 'high': geometric}),
-    'dppo_tv': ('dppo_tv', probability),
-    'dppo_kl': ('dppo_kl', divergence),
-    'sapo': ('sapo', {}),
-    'kl_cov': ('kl_cov', kl_cov),
-    'clip_cov': ('clip_cov', clip_cov),
+    'token_mean': ('vanilla', 'token-mean', {}),
+    'sequence_mean': ('vanilla', 'seq-mean-token-mean', {}),
+    'sequence_sum': ('vanilla', 'seq-mean-token-sum', {}),
+    'constant_length': ('vanilla', 'seq-mean-token-sum-norm', {}),
+    'dual_clip': ('vanilla', 'token-mean', {'c': OPTIONS['dual_clip']}),
+    'gspo_token': ('gspo', 'seq-mean-token-mean', sequence),
+    'turn_token': ('gspo', 'token-mean', {}),
+    'turn_token_mean': ('gspo', 'seq-mean-token-mean', {}),
+    'cispo': ('cispo', 'token-mean', {'low': 1.0}),
+    # These replace the clipping of the ratio.
+    'gmpo': ('geo_mean', 'token-mean', {'low': geometric, 'high': geometric}),
+    'dppo_tv': ('dppo_tv', 'token-mean', probability),
+    'dppo_kl': ('dppo_kl', 'token-mean', divergence),
+    'sapo': ('sapo', 'token-mean', {}),
+    'kl_cov': ('kl_cov', 'token-mean', kl_cov),
+    'clip_cov': ('clip_cov', 'token-mean', clip_cov),
   }
   results = {}
-  for case, (name, options) in calls.items():
-    results[case] = family_batch.differentiated(
-      lambda x: _policy(x, name, 'token-mean', **options)[0], x
-    )
-    if name.startswith('dppo'):
-      metrics = _policy(x, name, 'token-mean', **options)[1]
-      results[case]['cut_fraction'] = np.asarray(metrics['actor/pg_clipfrac'])
+  for case, (name, mode, options) in calls.items():
+    cut = family_batch.by_turn if case.startswith('turn_') else lambda x: x
+    call = lambda x: _policy(cut(x), name, mode, **options)
+    results[case] = family_batch.differentiated(lambda x: call(x)[0], x)
+    if name in _CUT:
+      metrics = call(x)[1]
+      results[case]['cut_fraction'] = sum(metrics[key] for key in _CUT[name])
   return results
 
 
@@ -286,7 +277,6 @@ def make(arrays):
   x = family_batch.tensors(arrays)
   return (
     _policies(x)
-    | _without_clipping(x)
     | _weighted(x)
     | _corrections(x)
     | _kl_and_entropy(x)

@@ -20,7 +20,6 @@ one; `family_atpo.py` makes its numbers.
 
 import importlib.metadata
 import json
-import pathlib
 
 import family_batch
 import family_trl
@@ -29,7 +28,6 @@ import family_verl
 import jax
 import numpy as np
 
-_HERE = pathlib.Path(__file__).parent / 'family'
 _SOURCES = {
   'verl': family_verl.make,
   'trl': family_trl.make,
@@ -40,17 +38,13 @@ _SOURCES = {
 def main():
   jax.config.update('jax_enable_x64', True)
   arrays = family_batch.make_arrays()
-  np.savez(_HERE / 'arrays.npz', **arrays)
+  np.savez(family_batch.FOLDER / 'arrays.npz', **arrays)
   for package, make in _SOURCES.items():
-    numbers = {
-      f'{case}.{name}': np.asarray(x)
-      for case, parts in make(arrays).items()
-      for name, x in parts.items()
-    }
-    np.savez(_HERE / f'{package.removeprefix("google-")}.npz', **numbers)
+    family_batch.save(package.removeprefix('google-'), make(arrays))
   versions = {name: importlib.metadata.version(name) for name in _SOURCES}
   sources = {'versions': versions, 'options': family_batch.OPTIONS}
-  (_HERE / 'sources.json').write_text(json.dumps(sources, indent=2) + '\n')
+  text = json.dumps(sources, indent=2) + '\n'
+  (family_batch.FOLDER / 'sources.json').write_text(text)
 
 
 if __name__ == '__main__':

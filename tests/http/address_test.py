@@ -6,15 +6,18 @@ from stppo_jax.http import address
 
 
 @pytest.mark.parametrize(
-  'url',
+  ('url', 'base'),
   [
-    'http://127.0.0.1:8000',
-    'https://search.example/v1/',
-    'http://[::1]:80/retrieve',
+    ('http://127.0.0.1:8000', 'http://127.0.0.1:8000'),
+    ('https://search.example/a/', 'https://search.example/a'),
+    # The path of the endpoint is dropped.
+    ('http://[::1]:80/v1', 'http://[::1]:80'),
+    ('http://h/a/v1/', 'http://h/a'),
   ],
 )
-def test_good_urls_are_accepted(url):
+def test_good_urls_are_accepted_and_shortened(url, base):
   assert address.check_url(url, token_variable='TOKEN') is None
+  assert address.base_url(url, suffix='/v1', token_variable='TOKEN') == base
 
 
 @pytest.mark.parametrize(
@@ -33,9 +36,3 @@ def test_bad_urls_are_refused_in_one_line(url):
   assert ('@' in url) == ('SOME_TOKEN' in problem)
   with pytest.raises(ValueError):
     address.base_url(url, suffix='', token_variable='TOKEN')
-
-
-def test_the_path_of_the_endpoint_is_dropped():
-  for url in ('http://h/a', 'http://h/a/', 'http://h/a/v1', 'http://h/a/v1/'):
-    base = address.base_url(url, suffix='/v1', token_variable='TOKEN')
-    assert base == 'http://h/a'

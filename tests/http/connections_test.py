@@ -1,6 +1,5 @@
 """Clients that are silent, slow or gone take nothing from the others."""
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -12,27 +11,10 @@ from urllib import parse
 import pytest
 
 from stppo_jax.http import connections
-from stppo_jax.http import server as http_server
 from tests.http import requests
 
 _POST = b'POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n'
 _BUSY = _POST.replace(b'9', b'16') + b'{"seconds": 0.4}'
-
-
-def _app(closed=None, **limits):
-  async def echo(fields):
-    await asyncio.sleep(fields['seconds'] if 'seconds' in fields else 0.0)
-    return fields
-
-  return http_server.application(
-    post={'/echo': echo},
-    limits=http_server.Limits(**limits),
-    close=lambda: None if closed is None else closed.append(True),
-  )
-
-
-def _serve(**limits):
-  return http_server.EmbeddedServer(lambda: _app(**limits))
 
 
 def _connect(stack, server, data=b''):
@@ -63,7 +45,7 @@ def test_silent_clients_do_not_keep_others_out(caplog):
   with contextlib.ExitStack() as stack:
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-      server = stack.enter_context(_serve(header_timeout=60.0))
+      server = stack.enter_context(requests.serve(header_timeout=60.0))
     finally:
       # The clients are in this process too.
       resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -82,7 +64,7 @@ def test_silent_clients_do_not_keep_others_out(caplog):
 
 def test_a_busy_connection_is_kept():
   with contextlib.ExitStack() as stack:
-    server = stack.enter_context(_serve(max_connections=2))
+    server = stack.enter_context(requests.serve(max_connections=2))
     busy = _connect(stack, server, _BUSY)
     idle = _connect(stack, server)
     time.sleep(0.1)  # Both have been accepted, and the first one is busy.
@@ -93,7 +75,7 @@ def test_a_busy_connection_is_kept():
 
 def test_if_all_are_busy_a_new_connection_is_closed():
   with contextlib.ExitStack() as stack:
-    server = stack.enter_context(_serve(max_connections=1))
+    server = stack.enter_context(requests.serve(max_connections=1))
     busy = _connect(stack, server, _BUSY)
     time.sleep(0.1)
     assert _is_closed(_connect(stack, server))
@@ -103,7 +85,7 @@ def test_if_all_are_busy_a_new_connection_is_closed():
 @pytest.mark.parametrize('data', [b'', b'GET /health HTTP/1.1\r\nHost'])
 def test_headers_that_do_not_come_close_the_connection(data):
   with contextlib.ExitStack() as stack:
-    server = stack.enter_context(_serve(header_timeout=0.1))
+    server = stack.enter_context(requests.serve(header_timeout=0.1))
     assert _is_closed(_connect(stack, server, data))
     # A kept connection has the same time for its next request, from its first
     # byte on.
@@ -118,7 +100,9 @@ def test_headers_that_do_not_come_close_the_connection(data):
 
 def test_slow_bodies_do_not_use_up_the_concurrency():
   with contextlib.ExitStack() as stack:
-    server = stack.enter_context(_serve(max_concurrent=1, body_timeout=0.3))
+    server = stack.enter_context(
+      requests.serve(max_concurrent=1, body_timeout=0.3)
+    )
     slow = [_connect(stack, server, _POST + b'{') for _ in range(5)]
     assert _request(server, 'POST', '/echo', b'{"a": 1}') == (200, {'a': 1})
     for client in slow:
@@ -128,7 +112,7 @@ def test_slow_bodies_do_not_use_up_the_concurrency():
 def test_a_client_that_vanishes_is_no_traceback(caplog):
   caplog.set_level(logging.WARNING)
   with contextlib.ExitStack() as stack:
-    server = stack.enter_context(_serve())
+    server = stack.enter_context(requests.serve())
     for data in (b'', b'GET', _POST, _POST + b'{', _POST + b'{"a": 12}'):
       with _connect(contextlib.ExitStack(), server, data) as client:
         client.setsockopt(  # a reset, and not an orderly end
@@ -141,7 +125,7 @@ def test_a_client_that_vanishes_is_no_traceback(caplog):
 def test_requests_in_flight_are_finished_at_the_end():
   closed = []
   with contextlib.ExitStack() as stack:
-    with http_server.EmbeddedServer(lambda: _app(closed)) as server:
+    with requests.serve(closed=closed) as server:
       client = _connect(stack, server, _BUSY)
       idle = _connect(stack, server)
       time.sleep(0.1)

@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent import futures
+import functools
 import gc
 import json
 import threading
@@ -12,35 +13,20 @@ import pytest
 from stppo_jax.http import server as http_server
 from tests.http import requests
 
-_LIMITS = http_server.Limits(
-  max_body_bytes=20, max_concurrent=1, retry_after=7, body_timeout=0.2
-)
+
+async def _broken(fields):
+  assert threading.current_thread() is not threading.main_thread()
+  raise RuntimeError('secret detail')
 
 
-def _app(*, closed=None, token=''):
-  """Returns an application that echoes at /echo and fails at /broken."""
-
-  async def echo(fields):
-    assert threading.current_thread() is not threading.main_thread()
-    return fields
-
-  async def broken(fields):
-    raise RuntimeError('secret detail')
-
-  async def refused(fields):
-    raise http_server.Refusal(404, 'no such\nthing')
-
-  return http_server.application(
-    post={'/echo': echo, '/broken': broken, '/refused': refused},
-    limits=_LIMITS,
-    close=lambda: None if closed is None else closed.append(True),
-    token=token,
-  )
+async def _refused(fields):
+  raise http_server.Refusal(404, 'no such\nthing')
 
 
 @pytest.fixture(scope='module')
 def url():
-  with http_server.EmbeddedServer(_app) as server:
+  post = {'/broken': _broken, '/refused': _refused}
+  with requests.serve(post, max_body_bytes=20, body_timeout=0.2) as server:
     yield server.url
 
 
@@ -48,14 +34,6 @@ def _detail(text):
   detail = json.loads(text)['detail']
   assert detail and '\n' not in detail and 'Traceback' not in text
   return detail
-
-
-def test_handlers_answer_with_json(url):
-  assert parse.urlsplit(url).hostname == '127.0.0.1'
-  status, _, text = requests.send(url, '/echo', b'{"a": 1}')
-  assert (status, text) == (200, '{"a": 1}')
-  status, _, text = requests.send(url, '/health', method='GET')
-  assert (status, json.loads(text)) == (200, {'status': 'ok'})
 
 
 @pytest.mark.parametrize(
@@ -90,13 +68,8 @@ def test_too_many_are_429_and_health_still_answers():
     await asyncio.to_thread(ending.wait, 10)
     return fields
 
-  def app():
-    return http_server.application(
-      post={'/wait': wait}, limits=_LIMITS, close=lambda: None
-    )
-
   with (
-    http_server.EmbeddedServer(app) as server,
+    requests.serve({'/wait': wait}, max_concurrent=1, retry_after=7) as server,
     futures.ThreadPoolExecutor() as pool,
   ):
     first = pool.submit(requests.send, server.url, '/wait', b'{}')
@@ -110,7 +83,7 @@ def test_too_many_are_429_and_health_still_answers():
 
 
 def test_all_but_health_needs_the_token():
-  with http_server.EmbeddedServer(lambda: _app(token='s3cret')) as server:
+  with requests.serve(token='s3cret') as server:
     got = []
     for value in (None, 'Bearer no', 's3cret', 'B\xe9arer', 'Bearer s3cret'):
       headers = {} if value is None else {'Authorization': value}
@@ -122,20 +95,16 @@ def test_all_but_health_needs_the_token():
   assert health[0] == 200
 
 
-def _check_exposure(host, token):
-  http_server.check_exposure(host, token, token_variable='SOME_TOKEN')
-
-
-@pytest.mark.parametrize('host', ['127.0.0.1', '127.9.9.9', 'localhost', '::1'])
-def test_loopback_needs_no_token(host):
-  _check_exposure(host, '')
-
-
 @pytest.mark.parametrize('host', ['0.0.0.0', '::', '', '10.0.0.1', 'a.example'])
 def test_another_address_needs_a_token(host):
+  check = functools.partial(
+    http_server.check_exposure, token_variable='SOME_TOKEN'
+  )
   with pytest.raises(ValueError, match='SOME_TOKEN'):
-    _check_exposure(host, '')
-  _check_exposure(host, 'token')
+    check(host, '')
+  check(host, 'token')
+  for loopback in ('127.0.0.1', '127.9.9.9', 'localhost', '::1'):
+    check(loopback, '')
 
 
 def test_an_error_of_the_application_is_raised_where_it_is_entered():
@@ -150,10 +119,11 @@ def test_an_error_of_the_application_is_raised_where_it_is_entered():
 
 def test_a_server_that_cannot_listen_is_cleaned_up():
   closed = []
+  app = requests.application(closed=closed)
 
   async def run():
     # An address that is reserved for documentation.
-    async with http_server.serving(_app(closed=closed), '192.0.2.1', 0):
+    async with http_server.serving(app, '192.0.2.1', 0):
       pass
 
   with pytest.raises(OSError, match='192.0.2.1'):
@@ -166,8 +136,9 @@ def test_nothing_is_left_behind():
   before = set(threading.enumerate())
   closed = []
   for _ in range(3):
-    with http_server.EmbeddedServer(lambda: _app(closed=closed)) as server:
-      assert requests.send(server.url, '/echo', b'{}')[0] == 200
+    with requests.serve(closed=closed) as server:
+      assert parse.urlsplit(server.url).hostname == '127.0.0.1'
+      assert requests.send(server.url, '/echo', b'{}')[::2] == (200, '{}')
     with pytest.raises(ConnectionRefusedError):
       requests.send(server.url, '/echo', b'{}')
   assert set(threading.enumerate()) == before and closed == [True] * 3

@@ -132,14 +132,13 @@ def test_inputs_have_their_answers(
   name, is_refused, root, values, monkeypatch, capfd
 ):
   previous = signal.signal(signal.SIGALRM, _too_long)
-  bad, here = [], root / 'here'
+  bad, here, before = [], root / 'here', _times(root)
   chosen = [x for x in _INPUTS if _name(x) == name]
   for an_input in (x for x in chosen if (x.code == 2) == is_refused):
     here.mkdir()
     monkeypatch.chdir(here)
     command, _, stdin = an_input.command.partition(' < ')
     monkeypatch.setattr(sys, 'stdin', io.StringIO(f'{stdin}\n'))
-    before = _times(root)
     capfd.readouterr()
     signal.alarm(_SECONDS)
     try:
@@ -153,11 +152,12 @@ def test_inputs_have_their_answers(
     after = _times(root)
     changed = {
       path.removeprefix('here/').partition('/')[0]
-      for path in {*before, *after}
-      if before.get(path) != after.get(path)
+      for path, _ in before.items() ^ after.items()
       # Python keeps the byte code of a config file beside it, once.
-      and '__pycache__' not in path
+      if path != 'here' and '__pycache__' not in path
     }
+    # The next one finds what this one has left, but for its folder.
+    before = {x: y for x, y in after.items() if not x.startswith('here')}
     wrong = _wrong(an_input, code, out, err, values)
     if not wrong and changed != an_input.written:
       wrong = f'writes {changed or "nothing"}'

@@ -217,10 +217,7 @@ def advance(name, item):
   state = item['state']
   if rule('capacity') == 'none':
     problem = 'the request has expired: no capacity'
-    state = {
-      'state': 'FAILED',
-      'failedData': {'error': {'message': problem}},
-    }
+    state = {'state': 'FAILED', 'failedData': {'error': {'message': problem}}}
   elif rule('capacity') != 'never' and state['state'] in following:
     state = {'state': following[state['state']]}
   if state != item['state']:

@@ -1,7 +1,6 @@
 """Options have types: bad values are refused, good ones make valid texts."""
 
 import pathlib
-import random
 import shutil
 import subprocess
 import sys
@@ -37,34 +36,36 @@ _BAD = {
     *('config.num_steps=many', 'config.sed=1', 'config.mesh.fsdp=8 --gpus=4'),
   ],
   'slurm': [
-    *('nodes=0', 'gpus=four', 'cpus=0', 'time=1h', 'time=10:99', 'time=24:00'),
-    *('time=1\n#SBATCH --uid=0', 'time=0:00:00', 'time=1-12', 'partition='),
-    *('partition=gpu\n#SBATCH --uid=0', 'partition=a,,b', 'partition=$(id)'),
+    *('nodes=0', 'time=1h', 'time=10:99', 'time=1\n#SBATCH --uid=0'),
+    *('time=0:00:00', 'time=1-12', 'partition=', 'partition=$(id)'),
+    *('partition=gpu\n#SBATCH --uid=0', 'partition=a,,b', 'name=x\n#SBATCH'),
     *('root=runs', 'root=/tmp/a', 'python=python3', 'secrets=tokens'),
-    *('workdir=runs/a', 'workdir=/tmp/a', 'workdir=gs://'),
-    *('workdir=s3://lab/run', 'workdir=/shared/a\nb', 'name=x\n#SBATCH'),
-    *('config.model.path=./models/absent', 'config.title=a\nb'),
-    *('config.mesh.fsdp=16', 'config.mesh.data=2 --config.mesh.tensor=2'),
+    *('workdir=runs/a', 'workdir=/tmp/a', 'workdir=gs://', 'config.title=a\nb'),
+    *('workdir=s3://lab/run', 'workdir=/shared/a\nb'),
+    *('config.model.path=./models/absent', 'config.mesh.fsdp=16'),
   ],
   'tpu': [
-    *('accelerator=H100', 'accelerator=v5e-16', 'accelerator=v5litepod-3'),
-    *('accelerator=v5litepod-512', 'accelerator=v4-9', 'accelerator=v4-6'),
-    *('accelerator=v6e-0', 'accelerator=v5p-99999', 'accelerator=tpu7x-8'),
-    *('zone=us-west4', 'zone=us-west4-a b', 'project=lab', 'project=A-lab'),
-    *('runtime=v2 alpha', 'spot=maybe', 'reserved=True', 'network=a b'),
-    *('subnetwork=a\nb', 'service_account=me', 'wait=0', 'wait=nan'),
-    *('max_slices=0', 'max_hours=0', 'max_cost=10', 'max_cost=$5'),
-    *('price=-1', 'poll=0', 'on_interrupt=ask', 'secrets=/srv/tokens'),
-    *('workdir=/shared/run', 'workdir=s3://lab/run', 'workdir=gs://lab'),
-    *('workdir=gs://lab/run?x', 'command=evaluate', 'config.model.path=models'),
+    *('accelerator=H100', 'accelerator=v5litepod-3', 'accelerator=v4-6'),
+    *('accelerator=v6e-0', 'accelerator=v5p-99999', 'zone=us-west4-a b'),
+    *('project=A-lab', 'runtime=v2 alpha', 'spot=maybe', 'reserved=True'),
+    *('network=a b', 'subnetwork=a\nb', 'service_account=me', 'wait=nan'),
+    *('max_slices=0', 'max_hours=0', 'max_cost=10', 'max_cost=$5', 'price=-1'),
+    *('poll=0', 'on_interrupt=ask', 'secrets=/srv/tokens', 'workdir=gs://lab'),
+    *('workdir=/shared/run', 'workdir=s3://lab/run', 'workdir=gs://lab/run?x'),
+    *('command=evaluate', 'config.model.path=models', 'config.mesh.tensor=3'),
     *('config.model.path=s3://lab/qwen', 'retriever=--index=index'),
-    *('config.retrieval.url=http://me:word@host', 'config.mesh.tensor=3'),
+    'config.retrieval.url=http://me:word@host',
   ],
   'jobset': [
-    *('accelerator=H100', 'accelerator=v5litepod-16', 'topology=banana'),
-    *('topology=3x3', 'topology=2x2x2', 'topology=16x32', 'chips=8'),
-    *('grace=5m', 'grace=0', 'mount=shared', 'mount=/other', 'claim=Shared'),
-    *('secret=a_b', 'image=a b', 'image=-a', 'workdir=/srv/run'),
+    *('accelerator=H100', 'topology=banana', 'topology=3x3', 'topology=2x2x2'),
+    *('topology=16x32', 'chips=8', 'grace=5m', 'mount=shared', 'mount=/other'),
+    *(
+      'claim=Shared',
+      'secret=a_b',
+      'image=a b',
+      'image=-a',
+      'workdir=/srv/run',
+    ),
     *('accelerator=tpu7x', 'config.mesh.fsdp=32'),
   ],
   'retriever': [
@@ -142,28 +143,21 @@ def test_a_bad_value_is_refused_in_one_line(name, flag, tools, refused):
 
 
 @pytest.mark.parametrize('name', _GOOD)
-def test_the_commands_without_bad_values_are_good(name, monkeypatch, capsys):
-  monkeypatch.setenv('PATH', '')
-  assert submit.main([name, *_GOOD[name], '--dry_run']) == 0, (
-    capsys.readouterr()
-  )
-
-
-@pytest.mark.parametrize('name', _GOOD)
 def test_any_good_values_make_valid_texts(name, tmp_path, monkeypatch, capsys):
-  """Scripts are without findings, and manifests keep their public schemas."""
+  """Scripts are without findings, and manifests keep their public schemas.
+
+  Every good value is in one of the texts. The first has none of them: only bad
+  values make a command bad.
+  """
   # Neither the config nor the source changes.
   config = submit.configuration.parse(['--config=quickstart:st_ppo'])
   source = submit.source_lib.pack('quickstart', {}, assets=False)
   monkeypatch.setattr(submit.configuration, 'parse', lambda *_, **__: config)
   monkeypatch.setattr(submit.source_lib, 'pack', lambda *_, **__: source)
-  rng, scripts = random.Random(0), []
-  for number in range(20):
-    flags = [
-      f'--{key}={rng.choice(values)}'
-      for key, values in _CHOICES[name].items()
-      if rng.random() < 0.7
-    ]
+  choices, scripts = _CHOICES[name], []
+  for number in range(-1, max(map(len, choices.values()))):
+    flags = [f'--{key}={x[number % len(x)]}' for key, x in choices.items()]
+    flags = [] if number < 0 else flags
     assert submit.main([name, *_GOOD[name], *flags, '--dry_run']) == 0, flags
     text = capsys.readouterr().out
     if launchers.LAUNCHERS[name].template.endswith('.yaml'):

@@ -153,24 +153,19 @@ def test_a_signal_is_passed_on_once_and_ends_it(
   assert (tmp_path / 'calls').read_text().count('\n') == 1
 
 
-def test_under_nohup_a_signal_is_passed_on_too(fake, tmp_path):
-  process = fake(['nohup', _SCRIPT, f'--workdir={tmp_path}/run'], 'wait')
-  runs.wait((tmp_path / 'pid').exists)
-  process.terminate()
-  process.communicate(timeout=60)
-  assert process.returncode == 75
-  assert (tmp_path / 'told').read_text() == f'{int(signal.SIGTERM)}\n'
-
-
-@pytest.mark.parametrize('command', [[], ['nohup']])
-def test_a_run_that_was_told_before_it_listened_is_stopped_too(
-  fake, tmp_path, command
+@pytest.mark.parametrize(
+  ('command', 'codes'), [(['nohup'], 'wait'), ([], 'deaf'), (['nohup'], 'deaf')]
+)
+def test_a_run_under_nohup_or_that_does_not_listen_yet_is_stopped_too(
+  fake, tmp_path, command, codes
 ):
-  process = fake([*command, _SCRIPT, f'--workdir={tmp_path}/run'], 'deaf')
+  process = fake([*command, _SCRIPT, f'--workdir={tmp_path}/run'], codes)
   runs.wait((tmp_path / 'calls').exists)
   process.terminate()
   process.communicate(timeout=60)
   assert process.returncode == 75
+  if codes == 'wait':
+    assert (tmp_path / 'told').read_text() == f'{int(signal.SIGTERM)}\n'
 
 
 def test_secrets_are_no_arguments(fake, tmp_path):
@@ -193,11 +188,7 @@ def test_secrets_are_no_arguments(fake, tmp_path):
   [
     ([], {}, '--workdir=DIR is missing'),
     (['--workdir=a', '--restart'], {}, '--restart: every start would begin'),
-    (
-      ['--workdir=a'],
-      {'SECRETS': '/nowhere'},
-      'SECRETS=/nowhere: no such file',
-    ),
+    (['--workdir=a'], {'SECRETS': '/nowhere'}, 'SECRETS=/nowhere: no such'),
     (['--workdir=a'], {'PYTHON': '/nowhere'}, 'PYTHON=/nowhere: no such'),
   ],
 )
@@ -249,14 +240,9 @@ def test_a_retriever_that_ended_is_started_again(fake, tmp_path):
 
 
 def test_runs_that_start_together_have_retrievers_of_their_own(fake, tmp_path):
+  words = [_SCRIPT, f'--workdir={tmp_path}/run']
   processes = [
-    fake(
-      [_SCRIPT, f'--workdir={tmp_path}/run{number}'],
-      'wait',
-      SLURM_PROCID=number,
-      **_RETRIEVER,
-    )
-    for number in '01'
+    fake(words, 'wait', SLURM_PROCID=number, **_RETRIEVER) for number in '01'
   ]
   calls = [tmp_path / f'calls{number}' for number in '01']
   # A file is there before its line is.
@@ -318,8 +304,7 @@ def _slurm(tmp_path, *flags):
 
 @pytest.mark.parametrize(
   ('codes', 'count', 'code', 'requeued'),
-  [('0', '', 0, False), ('75', '', 75, True), ('75', '20', 75, False)]
-  + [('2', '', 2, False)],
+  [('75', '', 75, True), ('75', '20', 75, False), ('2', '', 2, False)],
 )
 def test_slurm_starts_a_job_again_and_numbers_its_processes(
   fake, tmp_path, codes, count, code, requeued
@@ -358,11 +343,11 @@ def test_a_run_of_two_processes_survives_a_signal_and_a_kill(
     'PYTHON': sys.executable,
     'DELAY': '1',
   }
+  flags = [config, *changes, f'--workdir={run}']
   if launcher == 'local':
-    words = [sys.executable, '-m', 'launch.submit', 'local', config]
-    words += [*changes, f'--workdir={run}', f'--retriever={retriever}']
+    words = [sys.executable, '-m', 'launch.submit', 'local', *flags]
+    words += [f'--retriever={retriever}']
   else:
-    flags = [config, *changes, f'--workdir={run}']
     words, more = _slurm(tmp_path, *flags)
     environment |= {'RETRIEVER': retriever, **more}
 

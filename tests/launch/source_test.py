@@ -2,7 +2,6 @@
 
 import io
 import os
-import pathlib
 import subprocess
 import sys
 import tarfile
@@ -97,10 +96,12 @@ def test_the_config_of_a_user_runs_from_what_has_travelled(here, tmp_path):
 
 def test_equal_sources_have_one_name_and_others_another(here, monkeypatch):
   monkeypatch.chdir(here)
-  first, again = (source_lib.pack('mine.py', {}) for _ in range(2))
+  first, again = (
+    source_lib.pack('mine.py', {}, assets=False) for _ in range(2)
+  )
   assert first == again
   (here / 'mine.py').write_text(_MINE + '\n')
-  assert source_lib.pack('mine.py', {}).name != first.name
+  assert source_lib.pack('mine.py', {}, assets=False).name != first.name
   with tarfile.open(fileobj=io.BytesIO(first.data)) as archive:
     names = archive.getnames()
     diff = archive.extractfile('source.diff')
@@ -108,19 +109,15 @@ def test_equal_sources_have_one_name_and_others_another(here, monkeypatch):
     commit = diff.read().split()[0].decode()
   assert len(names) == len(set(names))
   assert not any(x.startswith('/') or '..' in x for x in names)
-  head = subprocess.run(
-    ['git', '-C', runs.REPO, 'rev-parse', 'HEAD'],
-    capture_output=True,
-    text=True,
-  )
+  words = ['git', '-C', runs.REPO, 'rev-parse', 'HEAD']
+  head = subprocess.run(words, capture_output=True, text=True)
   assert head.returncode or commit == head.stdout.strip()
 
 
 def test_it_is_unpacked_once(here, tmp_path, monkeypatch):
   monkeypatch.chdir(here)
-  source = source_lib.pack(
-    'mine.py', {'env.prompt_template': 'prompts/mine.txt'}
-  )
+  paths = {'env.prompt_template': 'prompts/mine.txt'}
+  source = source_lib.pack('mine.py', paths, assets=False)
   folder = source_lib.unpack(source, tmp_path / 'sources')
   assert (folder / 'prompts' / 'mine.txt').exists()
   assert os.access(folder / 'launch' / 'run.sh', os.X_OK)
@@ -149,7 +146,7 @@ def test_paths_of_workers_are_checked_for_form(path, is_good, capsys):
 
 
 def test_a_config_elsewhere_travels_under_its_name(tmp_path, capsys):
-  path = pathlib.Path(tmp_path, 'elsewhere.py')
+  path = tmp_path / 'elsewhere.py'
   path.write_text(
     'from stppo_jax.configs import quickstart\n'
     'get_config = quickstart.get_config\n'
@@ -157,6 +154,6 @@ def test_a_config_elsewhere_travels_under_its_name(tmp_path, capsys):
   words = [*_JOBSET, f'--config={path}:gspo', '--dry_run']
   assert submit.main(words) == 0
   assert '"--config=elsewhere.py:gspo"' in capsys.readouterr().out
-  source = source_lib.pack(f'{path}:gspo', {})
+  source = source_lib.pack(f'{path}:gspo', {}, assets=False)
   with tarfile.open(fileobj=io.BytesIO(source.data)) as archive:
     assert 'elsewhere.py' in archive.getnames()

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from launch import rendering
+from launch import source
 from launch import sweep
 from stppo_jax.tools import run_state
 from stppo_jax.workdir import lock
@@ -50,10 +51,16 @@ def sweep():
   return {'algorithm': ['token_ppo', 'st_ppo'], 'seed': [0, 1]}
 """
 _NAMES = ['token_ppo-seed0', 'token_ppo-seed1', 'st_ppo-seed0', 'st_ppo-seed1']
+_TPU = [
+  *('--on=tpu', '--project=the-lab', '--zone=us-west4-a'),
+  '--accelerator=v5litepod-8',
+]
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(tmp_path, monkeypatch):
+  # A small source: the package does not travel.
+  monkeypatch.setattr(source, '_own', lambda: iter(()))
   path = tmp_path / 'grid.py'
   path.write_text(_GRID)
   return str(path)
@@ -145,21 +152,26 @@ def test_a_killed_sweep_and_a_killed_run_are_no_obstacle(tmp_path, start):
   assert sorted(line.split()[0] for line in _starts(tmp_path)) == sorted(_NAMES)
 
 
+def _write_run(folder, **beat):
+  """Leaves the files of a run in a folder, with its last heartbeat if any."""
+  folder.mkdir(parents=True, exist_ok=True)
+  sections = dict.fromkeys(('algorithm', 'model', 'rollout'), {})
+  (folder / 'config.json').write_text(json.dumps(sections))
+  if beat:
+    (folder / 'heartbeat.json').write_text(json.dumps(beat))
+
+
 def test_a_run_that_another_process_runs_is_left_alone(
   tmp_path, config, python, capsys
 ):
   """Unlike one whose process was killed a moment ago on this machine."""
   run, killed = (tmp_path / 'out' / name for name in _NAMES[:2])
-  killed.mkdir(parents=True)
   holder = {'host': socket.gethostname(), 'pid': 4_000_000, 'started': '1'}
+  _write_run(killed, time=time.time(), host=holder['host'], pid=holder['pid'])
   (killed / 'lock').write_text(json.dumps(holder | {'since': 'noon'}))
-  beat = {'time': time.time(), 'host': holder['host'], 'pid': holder['pid']}
-  (killed / 'heartbeat.json').write_text(json.dumps(beat))
   flags = [f'--config={config}', f'--out={tmp_path}/out', '--jobs=4']
   with lock.held(run):  # as after a sweep was killed, but not its runs
-    sections = dict.fromkeys(('algorithm', 'model', 'rollout'), {})
-    for folder in (run, killed):
-      (folder / 'config.json').write_text(json.dumps(sections))
+    _write_run(run)
     assert run_state.read(killed).state == run_state.RUNNING
     (tmp_path / 'out' / 'go').touch()
     assert sweep.main(flags) == 75
@@ -171,11 +183,7 @@ def test_a_run_that_another_process_runs_is_left_alone(
 
 
 def test_the_array_of_slurm_has_what_is_left(tmp_path, config, capsys):
-  done = tmp_path / 'out' / _NAMES[0]
-  done.mkdir(parents=True)
-  sections = dict.fromkeys(('algorithm', 'model', 'rollout'), {})
-  (done / 'config.json').write_text(json.dumps(sections))
-  (done / 'heartbeat.json').write_text('{"exit_code": 0}')
+  _write_run(tmp_path / 'out' / _NAMES[0], exit_code=0)
   outside = f'/usr/..{tmp_path}/out'
   flags = [f'--config={config}', '--on=slurm', '--partition=gpu', '--dry_run']
   # No node but this one would see the folder, if it were in /tmp.
@@ -203,10 +211,9 @@ def test_runs_that_wait_in_slurm_are_not_submitted_twice(
 
 
 def test_pod_jobs_are_one_for_each_run(config, capsys):
-  flags = ['--on', 'jobset', '--image=i', '--topology=4x4']
+  flags = ['--on', 'jobset', '--image=i', '--topology=4x4', '--dry_run']
   flags += [f'--config={config}', '--out=/shared/grids']
-  flags.append('--accelerator=tpu-v5-lite-podslice')
-  assert sweep.main([*flags, '--dry_run']) == 0
+  assert sweep.main([*flags, '--accelerator=tpu-v5-lite-podslice']) == 0
   out = capsys.readouterr().out
   for name in _NAMES:
     job = rendering.name_of(f'/shared/grids/{name}')
@@ -218,13 +225,7 @@ def test_pod_jobs_are_one_for_each_run(config, capsys):
   'flags',
   [
     ['--on=slurm', '--partition=gpu', '--out=/shared/grid'],
-    [
-      '--on=tpu',
-      '--project=the-lab',
-      '--zone=us-west4-a',
-      '--out=gs://lab/grid',
-    ]
-    + ['--accelerator=v5litepod-8'],
+    [*_TPU, '--out=gs://lab/grid'],
   ],
 )
 @pytest.mark.parametrize(
@@ -247,8 +248,7 @@ def test_a_sweep_on_slices_without_gcloud_is_refused(
   config, google, monkeypatch, refused
 ):
   monkeypatch.setenv('PATH', '')
-  flags = [f'--config={config}', '--on=tpu', '--out=gs://mine/grid']
-  flags += ['--project=the-lab', '--zone=us-west4-a', '--accelerator=v4-16']
+  flags = [f'--config={config}', *_TPU, '--out=gs://mine/grid']
   assert refused(*flags, main=sweep.main).startswith('gcloud: not installed')
   assert not google.objects
 
@@ -283,11 +283,7 @@ def test_a_wrong_grid_is_refused(tmp_path, source, expected, refused):
   ('flags', 'problem'),
   [
     (['--out=gs://lab/grid'], '--out=gs://lab/grid: must be a folder of this'),
-    (
-      ['--out=grid', '--on=tpu', '--project=the-lab', '--zone=us-west4-a']
-      + ['--accelerator=v4-16'],
-      '--out=grid: must be gs://BUCKET/FOLDER',
-    ),
+    (['--out=grid', *_TPU], '--out=grid: must be gs://BUCKET/FOLDER'),
   ],
 )
 def test_the_runs_are_where_their_machines_write(
@@ -316,10 +312,8 @@ def test_a_run_with_a_size_has_a_plain_name(tmp_path):
   path = tmp_path / 'grid.py'
   path.write_text(_GRID.replace("'token_ppo', 'st_ppo'", "'gspo,7b', '7b'"))
   found = sweep.grid(str(path))
-  assert list(found) == [
-    'gspo-7b-seed0',
-    'gspo-7b-seed1',
-    '7b-seed0',
-    '7b-seed1',
+  names = [
+    f'{name}-seed{seed}' for name in ('gspo-7b', '7b') for seed in (0, 1)
   ]
+  assert list(found) == names
   assert found['gspo-7b-seed0'][0] == f'--config={path}:gspo,7b'

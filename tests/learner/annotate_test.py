@@ -1,7 +1,7 @@
 """Annotated arrays by hand; models here return what they were given."""
 
-import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.models import heads
 from tests import compilations
+from tests.learner import trees
 from tests.learner import updates
 from tests.models import tiny
 from tests.rl import batches
@@ -32,8 +33,13 @@ _FAILED = 2
 _MASK = (_TURN_IDS > 0) & (np.arange(4) != _FAILED)[:, None]
 _LAST = (0, 7), (1, 5), (3, 2)  # the last policy token of each healthy row
 _REWARDS = 1.0, -0.5, 0.25
-# Of two tests, which share a program.
-_OPTIONS = {'bounds__name': 'by_reward', 'objective__name': 'positive_examples'}
+# Of most tests, which share a program.
+_OPTIONS = {
+  'bounds__name': 'by_reward',
+  'objective__name': 'positive_examples',
+  'kl__where': 'reward',
+  'kl__estimator': 'k1',
+}
 
 
 class _ParamsModel:
@@ -69,18 +75,8 @@ class _ParamsModel:
     return heads.Values(params, None)
 
 
-@dataclasses.dataclass
-class _Case:
-  """A batch and the outputs of its models; garbage off the mask."""
-
-  old: np.ndarray
-  reference: np.ndarray
-  values: np.ndarray
-  sampler: np.ndarray
-  rewards: np.ndarray
-
-
 def _case():
+  """Returns a batch and the outputs of its models; garbage off the mask."""
   rng = np.random.default_rng(0)
   draw = lambda: rng.normal(size=_MASK.shape).astype(np.float32)
   garbage = lambda x: np.where(_MASK, x, np.float32(np.nan))
@@ -88,7 +84,7 @@ def _case():
   rewards = np.zeros_like(old)
   for place, reward in zip(_LAST, _REWARDS):
     rewards[place] = reward
-  return _Case(
+  return types.SimpleNamespace(
     old=garbage(old),
     reference=garbage(reference),
     values=garbage(values),
@@ -110,7 +106,6 @@ def _jitted():
 
 def _annotate(
   case,
-  temperature=1.0,
   *,
   sampled_by=None,
   older=(),
@@ -118,6 +113,7 @@ def _annotate(
   groups=(0, 1, 2, 3),
   **changes,
 ):
+  """Returns the annotated batch and metrics; for `behind` see TokenBatch."""
   batch = batch_lib.TokenBatch(
     tokens_BL=np.zeros(_MASK.shape, np.int32),
     lengths_B=np.full(len(_MASK), _MASK.shape[1], np.int32),
@@ -129,18 +125,19 @@ def _annotate(
     staleness_BL=behind,
   )
   state = state_lib.TrainState(
-    state_lib.ModelState(case.old, None, np.int32(0)),
+    state_lib.ModelState(2.0 * case.old, None, np.int32(0)),
     state_lib.ModelState(case.values, None, np.int32(0)),
   )
-  algorithm = batches.algorithm('st_ppo', **changes)
+  algorithm = batches.algorithm('st_ppo', **_OPTIONS | changes)
   batch, metrics = _jitted()(
     state,
     batch,
     algorithm,
-    temperature=temperature,
-    reference=case.reference,
-    old=sampled_by,
-    older=older,
+    temperature=2.0,  # which divides the log-probabilities
+    **jax.tree.map(
+      lambda x: 2.0 * x,
+      {'reference': case.reference, 'old': sampled_by, 'older': older},
+    ),
   )
   return jax.device_get(batch), {k: float(v) for k, v in metrics.items()}
 
@@ -158,15 +155,14 @@ def _whitened(x_BL):
   return np.where(_MASK, white_BL, 0)
 
 
-def _assert_close(actual, expected):
-  np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+_IN_THE_LOSS = {'kl__where': 'loss', 'bounds__name': 'fixed'}
 
 
 def test_returns_at_the_ends_of_the_range_are_not_outside():
   case = _case()
   for place, reward in zip(_LAST, (0.75, -0.25, 0.75)):
     case.rewards[place] = reward
-  batch, metrics = _annotate(case, kl__where='loss', kl__estimator='k1')
+  batch, metrics = _annotate(case, **_IN_THE_LOSS)
   low, high = _ParamsModel.value_range
   returns = np.asarray(batch.returns_BL)[_MASK]
   assert (returns < low).any() or (returns > high).any()  # by rounding
@@ -176,69 +172,48 @@ def test_returns_at_the_ends_of_the_range_are_not_outside():
 @pytest.mark.parametrize('where', ['reward', 'loss'])
 def test_advantages_and_metrics_are_those_computed_by_hand(where):
   case = _case()
-  kl = {'kl__where': where, 'kl__coefficient': 0.3, 'kl__estimator': 'k1'}
-  batch, metrics = _annotate(case, **kl)
+  changes = _IN_THE_LOSS if where == 'loss' else {}
+  batch, metrics = _annotate(
+    case, **changes, kl__coefficient=0.3, objective__least=0.25
+  )
   x_BL = np.where(_MASK, case.old - case.reference, 0)
   coefficient = 0.3 if where == 'reward' else 0.0
   rewards_BL = case.rewards - coefficient * x_BL
   # Gamma and lambda are 1: the return is the sum of the rewards to come.
   returns_BL = _rewards_to_go(rewards_BL)
-  _assert_close(batch.returns_BL, returns_BL)
+  trees.assert_close(batch.returns_BL, returns_BL)
   values_BL = np.where(_MASK, case.values, 0)
-  _assert_close(batch.advantages_BL, _whitened(returns_BL - values_BL))
-  _assert_close(batch.old_logprobs_BL, np.where(_MASK, case.old, 0))
-  _assert_close(batch.ref_logprobs_BL, np.where(_MASK, case.reference, 0))
+  trees.assert_close(batch.advantages_BL, _whitened(returns_BL - values_BL))
+  trees.assert_close(batch.old_logprobs_BL, np.where(_MASK, case.old, 0))
+  trees.assert_close(batch.ref_logprobs_BL, np.where(_MASK, case.reference, 0))
   np.testing.assert_array_equal(batch.value_mask_BL, _MASK)
   outside = np.abs(returns_BL[_MASK] - 0.25) > 0.5
   assert 0 < outside.mean() < 1
-  _assert_close(metrics['critic/returns_outside'], outside.mean())
 
   healthy = np.arange(len(_MASK)) != _FAILED
   of_rows = rewards_BL.sum(axis=1)[healthy]
-  _assert_close(metrics['critic/rewards/mean'], of_rows.mean())
-  _assert_close(metrics['critic/rewards/max'], of_rows.max())
-  _assert_close(metrics['critic/kl'], x_BL[_MASK].mean())
-  _assert_close(metrics['critic/kl_coef'], 0.3)
-  _assert_close(metrics['critic/values/mean'], values_BL[_MASK].mean())
+  expected = {
+    'critic/returns_outside': outside.mean(),
+    'critic/rewards/mean': of_rows.mean(),
+    'critic/rewards/max': of_rows.max(),
+    'critic/kl': x_BL[_MASK].mean(),
+    'critic/kl_coef': 0.3,
+    'critic/values/mean': values_BL[_MASK].mean(),
+    'actor/imitated': 2 / 3,  # 1.0 and 0.25, not -0.5
+  }
+  trees.assert_close({name: metrics[name] for name in expected}, expected)
   assert all(np.isfinite(list(metrics.values())))
-
-
-def test_the_share_of_imitated_trajectories_is_measured():
-  _, metrics = _annotate(_case(), **_OPTIONS, objective__least=0.25)
-  _assert_close(metrics['actor/imitated'], 2 / 3)  # 1.0 and 0.25, not -0.5
+  assert (batch.turn_z_BL is None) == (where == 'loss')  # not read there
 
 
 def test_bounds_get_the_rewards_of_turns_without_a_penalty():
   case = _case()
   case.rewards[0, 3] = 1.0  # of its first turn
-  batch, _ = _annotate(
-    case, groups=(5, 5, 5, 6), **_OPTIONS, kl__coefficient=0.3
-  )
+  batch, _ = _annotate(case, groups=(5, 5, 5, 6), kl__coefficient=0.3)
   expected = np.zeros(_MASK.shape)
   # 1 and 0 are half a unit from their mean, and their deviation is 1 / sqrt 2.
   expected[0, 2:4], expected[1, 1:4] = np.sqrt(0.5), -np.sqrt(0.5)
-  _assert_close(batch.turn_z_BL[_MASK], expected[_MASK])
-  batch, _ = _annotate(case)
-  assert batch.turn_z_BL is None  # other bounds do not read it
-
-
-def test_temperature_reaches_the_log_probabilities():
-  case = _case()
-  batch, _ = _annotate(case, temperature=2.0)
-  _assert_close(batch.old_logprobs_BL, np.where(_MASK, case.old / 2, 0))
-  _assert_close(batch.ref_logprobs_BL, np.where(_MASK, case.reference / 2, 0))
-
-
-def test_an_older_policy_may_be_the_denominator():
-  case = _case()
-  state = dataclasses.replace(case, old=case.old - 1)
-  expected, theirs = _annotate(case)
-  batch, metrics = _annotate(state, sampled_by=case.old)
-  # The result is as if the older policy were the current one.
-  jax.tree.map(np.testing.assert_array_equal, batch, expected)
-  assert metrics == theirs and metrics['mismatch/logprob_abs_diff'] == 0
-  _, metrics = _annotate(state)
-  assert metrics['mismatch/logprob_abs_diff'] == pytest.approx(1)
+  trees.assert_close(batch.turn_z_BL[_MASK], expected[_MASK])
 
 
 def test_the_denominator_of_a_turn_is_the_policy_that_wrote_it():
@@ -250,29 +225,26 @@ def test_the_denominator_of_a_turn_is_the_policy_that_wrote_it():
   older = [case.old - 1, case.old - 2, np.full_like(case.old, np.nan)]
   case.sampler = np.where(_MASK, case.old - behind, 0.0).astype(np.float32)
   case.sampler[0, 6] += 0.25  # in a turn that follows an older one
-  batch, metrics = _annotate(case, older=older, behind=behind.astype(np.int32))
-  expected = np.where(_MASK, case.old - behind, 0)
-  _assert_close(batch.old_logprobs_BL, expected)
+  # Nor is the policy that sampled the newest turns the one to be updated.
+  sampled_by, case.old = case.old, case.old - 5
+  batch, metrics = _annotate(
+    case, sampled_by=sampled_by, older=older, behind=behind.astype(np.int32)
+  )
+  expected = np.where(_MASK, sampled_by - behind, 0)
+  trees.assert_close(batch.old_logprobs_BL, expected)
   assert batch.staleness_BL is None
   # What the policy has moved is not what sampler and trainer differ by.
-  _assert_close(metrics['staleness/logprob_abs_diff'], 2)
-  _assert_close(
-    metrics['staleness/logprob_abs_diff_mean'], behind[_MASK].mean()
-  )
-  _assert_close(metrics['staleness/turn/mean/weight_raw_max'], np.exp(2))
-  _assert_close(metrics['mismatch/logprob_abs_diff'], 0.25)
-  swapped = _MASK & (_TURN_IDS == 2)
-  _assert_close(
-    metrics['mismatch/after_swap/share'], swapped.sum() / _MASK.sum()
-  )
-  _assert_close(metrics['mismatch/after_swap/logprob_abs_diff'], 0.25)
-  _assert_close(
-    metrics['mismatch/after_swap/logprob_abs_diff_mean'], 0.25 / swapped.sum()
-  )
-  # The denominator may be the present policy for all turns.
-  batch, metrics = _annotate(case, behind=behind.astype(np.int32))
-  _assert_close(batch.old_logprobs_BL, np.where(_MASK, case.old, 0))
-  assert not any(name.startswith('staleness/') for name in metrics)
+  swapped = (_MASK & (_TURN_IDS == 2)).sum()
+  expected = {
+    'staleness/logprob_abs_diff': 2.0,
+    'staleness/logprob_abs_diff_mean': behind[_MASK].mean(),
+    'staleness/turn/mean/weight_raw_max': np.exp(2),
+    'mismatch/logprob_abs_diff': 0.25,
+    'mismatch/after_swap/share': swapped / _MASK.sum(),
+    'mismatch/after_swap/logprob_abs_diff': 0.25,
+    'mismatch/after_swap/logprob_abs_diff_mean': 0.25 / swapped,
+  }
+  trees.assert_close({name: metrics[name] for name in expected}, expected)
 
 
 def test_a_planted_mismatch_is_measured_exactly():
@@ -284,13 +256,13 @@ def test_a_planted_mismatch_is_measured_exactly():
   case.sampler[0, 0] += 9.0  # nor does what the policy did not write
   _, metrics = _annotate(case)
   x = np.array(list(planted.values()))
-  _assert_close(metrics['mismatch/logprob_abs_diff'], 0.75)
-  _assert_close(metrics['mismatch/weight_raw_max'], np.exp(0.75))
+  trees.assert_close(metrics['mismatch/logprob_abs_diff'], 0.75)
+  trees.assert_close(metrics['mismatch/weight_raw_max'], np.exp(0.75))
   # A planted number is alone in its trajectory.
   largest = 'mismatch/sequence/sum/weight_raw_max'
-  _assert_close(metrics[largest], np.exp(0.75))
+  trees.assert_close(metrics[largest], np.exp(0.75))
   k3 = (np.exp(-x) - 1 + x).sum() / _MASK.sum()
-  _assert_close(metrics['mismatch/k3'], k3)
+  trees.assert_close(metrics['mismatch/k3'], k3)
 
 
 @functools.cache
@@ -321,11 +293,7 @@ def test_microbatches_change_nothing():
   whole, split = (
     jax.device_get(call()) for _, call in (_compiled(16, n) for n in (0, 4))
   )
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-    split,
-    whole,
-  )
+  trees.assert_close(split, whole)
   assert split[0].expert_ids.dtype == np.int16
 
 
@@ -339,19 +307,18 @@ def test_memory_is_that_of_one_microbatch():
 
 
 def test_weights_are_cast_outside_the_loop_over_microbatches():
-  models = updates.transformers(dtype='bfloat16')
+  models = updates.sums(dtype='bfloat16')
   state, batch = updates.train_state(models), updates.batch(updates.sums())
+  policy = state.policy.params
   program = jax.make_jaxpr(updates.annotate(models))(
     state,
     batch,
     batches.algorithm('st_ppo'),
-    reference=state.policy.params,
-    old=state.policy.params,
+    reference=policy,
+    old=policy,
     packed=updates.packed(batch, 2),
   )
   loop, *_ = (e for e in program.eqns if e.primitive.name == 'scan')
   kinds = [x.aval.dtype for x in loop.invars]
-  assert kinds.count(jnp.bfloat16) == 4 * len(
-    jax.tree.leaves(state.policy.params)
-  )
+  assert kinds.count(jnp.bfloat16) == 4 * len(jax.tree.leaves(policy))
   assert jnp.dtype('float32') not in kinds

@@ -12,29 +12,14 @@ import pytest
 
 from stppo_jax.configs import quickstart
 from stppo_jax.learner import cpu_parallel
-from stppo_jax.learner import packing
 from stppo_jax.learner import policy_loss
-from stppo_jax.learner import programs
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.rollout import pack
 from stppo_jax.training import components
+from tests.learner import trees
 from tests.learner import updates
 from tests.models import tiny
 from tests.rl import batches
 from tests.training import runs
-
-_ALL_ROWS = np.arange(updates.B)
-
-
-def _batch(models):
-  """Returns a batch with rows of 5 to 12 tokens and with loss positions."""
-  batch = updates.batch(models)
-  positions = np.arange(1, updates.L + 1)
-  lengths_B = np.max(positions * batch.loss_mask_BL, axis=1)
-  return batch.replace(
-    lengths_B=lengths_B.astype(np.int32),
-    loss_positions_BM=pack.loss_positions(batch.loss_mask_BL),
-  )
 
 
 @functools.cache
@@ -48,23 +33,23 @@ def _updater(models, num_workers=2, method=policy_loss.METHOD):
   )
 
 
-def _packed(batch, rows=_ALL_ROWS, max_rows=2, num_workers=2):
-  lengths, losses = programs.sizes(batch)
-  sizes = packing.Sizes(1, updates.L, max_rows, num_workers)
-  return packing.plan(rows, lengths, losses, sizes)
-
-
 def _update(
-  models, algorithm, batch, rows=_ALL_ROWS, num_workers=2, max_rows=2
+  models, algorithm, batch, rows=None, num_workers=2, num_microbatches=4
 ):
+  packed = updates.packed(
+    batch, num_microbatches, chosen=rows, num_workers=num_workers
+  )
   method = updates.method(algorithm)
+  start = jax.device_put(updates.train_state(models))
   state, outputs = _updater(models, num_workers, method).update(
-    jax.device_put(updates.train_state(models)),
+    start,
     {},
     batch,
-    _packed(batch, rows, max_rows, num_workers),
+    packed,
     updates.with_algorithm(updates.HYPERPARAMETERS, algorithm),
   )
+  # The state is donated.
+  assert all(leaf.is_deleted() for leaf in jax.tree.leaves(start))
   return updates.result(state, outputs)
 
 
@@ -77,16 +62,14 @@ def _update(
       {'correction__clipping_bias__norm': 'gradient'},
       marks=pytest.mark.slow,
     ),
-    pytest.param(
-      'grpo', {}, marks=pytest.mark.slow
-    ),  # no value model and no statistic
-    pytest.param('token_ppo', {}, marks=pytest.mark.slow),
+    # Neither a value model nor a statistic.
+    pytest.param('grpo', {}, marks=pytest.mark.slow),
   ],
 )
 def test_the_numbers_are_those_of_one_program(name, changes):
   algorithm = batches.algorithm(name, **changes)
   models = updates.sums() if name != 'grpo' else updates.policy_alone()
-  batch = _batch(models)
+  batch = updates.ragged(models)
   # All rows in one microbatch: that program compiles fastest.
   everywhere = batch.replace(loss_positions_BM=None)
   expected = updates.update(algorithm, everywhere, models)
@@ -94,17 +77,14 @@ def test_the_numbers_are_those_of_one_program(name, changes):
   # time: the bits are equal.
   first, second = (_update(models, algorithm, batch) for _ in range(2))
   updates.assert_same(first, expected, models)
-  jax.tree.map(np.testing.assert_array_equal, first, second)
+  trees.assert_equal(first, second)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('experts', [False, True])
-def test_one_worker_gives_the_same_numbers(experts):
-  models = updates.transformers(**(tiny.MIXTURE if experts else {}))
-  algorithm, batch = batches.algorithm('st_ppo'), _batch(models)
-  if experts:  # a number that reads the whole minibatch
-    visits_BX = np.arange(6.0 * updates.B, dtype=np.float32).reshape(-1, 6)
-    batch = batch.replace(expert_visits_BX=visits_BX)
+def test_one_worker_gives_the_same_numbers():
+  models = updates.transformers(**tiny.MIXTURE)
+  algorithm, batch = batches.algorithm('st_ppo'), updates.ragged(models)
+  batch = updates.with_visits(batch)  # which a number of the minibatch reads
   result = _update(models, algorithm, batch, num_workers=1)
   updates.assert_same(result, updates.update(algorithm, batch, models), models)
 
@@ -112,41 +92,11 @@ def test_one_worker_gives_the_same_numbers(experts):
 @pytest.mark.slow
 def test_only_the_rows_of_the_minibatch_count():
   models, algorithm = updates.sums(), batches.algorithm('st_ppo')
-  batch = _batch(models)
-  rows = _ALL_ROWS[::-2].copy()
+  batch = updates.ragged(models)
+  rows = np.arange(updates.B)[::-2].copy()
   result = _update(models, algorithm, jax.device_put(batch), rows)
   expected = updates.update(algorithm, updates.rows(batch, rows), models)
   updates.assert_same(result, expected, models)
-
-
-def _with_hook(hook):
-  """Returns models whose policy calls a function of its tokens when traced."""
-  models = updates.sums()
-
-  class Policy(type(models.policy)):
-    def hidden_and_routing(self, params, tokens_BL, **arrays):
-      hook(tokens_BL)
-      return super().hidden_and_routing(params, tokens_BL, **arrays)
-
-  policy = Policy(models.policy.config, models.policy.head)
-  return models._replace(policy=policy)
-
-
-@pytest.mark.slow
-def test_the_state_is_donated():
-  models = updates.sums()
-  state = jax.device_put(updates.train_state(models))
-  leaves = jax.tree.leaves(state)
-  _updater(models).update(
-    state,
-    {},
-    updates.batch(models),
-    _packed(updates.batch(models)),
-    updates.with_algorithm(
-      updates.HYPERPARAMETERS, batches.algorithm('st_ppo')
-    ),
-  )
-  assert all(leaf.is_deleted() for leaf in leaves)
 
 
 @pytest.mark.slow
@@ -159,10 +109,11 @@ def test_shares_are_computed_at_the_same_time():
     if waits:
       together.wait()
 
-  waiting = _with_hook(lambda tokens_BL: jax.debug.callback(wait))
+  hooked = updates.hooked(lambda lengths_B: jax.debug.callback(wait))
+  waiting = updates.sums()._replace(policy=hooked.policy)
   algorithm = batches.algorithm('token_ppo')
   batch = updates.batch(updates.sums())
-  _update(waiting, algorithm, batch, max_rows=4)  # it compiles
+  _update(waiting, algorithm, batch, num_microbatches=2)  # it compiles
   jax.effects_barrier()
   waits.append(True)
   # A thread of XLA may be busy with what another test has left, so one meeting
@@ -170,7 +121,7 @@ def test_shares_are_computed_at_the_same_time():
   for _ in range(3):
     together.reset()
     try:
-      _update(waiting, algorithm, batch, max_rows=4)
+      _update(waiting, algorithm, batch, num_microbatches=2)
       jax.effects_barrier()
       break
     except (jax.errors.JaxRuntimeError, threading.BrokenBarrierError):

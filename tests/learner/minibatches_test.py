@@ -10,69 +10,43 @@ import pytest
 from stppo_jax.learner import minibatches
 from stppo_jax.learner import offline_losses
 from stppo_jax.learner import policy_loss
-from stppo_jax.learner import step
 from stppo_jax.rollout import pairs as pairs_lib
 from tests.learner import updates
-from tests.rl import batches
 
-# By the number of microbatches.
-_MODELS = {1: updates.sums, 4: updates.transformers}
 _FLOAT32, _BFLOAT16 = jnp.dtype('float32'), jnp.dtype('bfloat16')
 
 
 @functools.cache
 def _program(num_microbatches):
-  """Returns the jaxpr of an update, and the shapes of what it returns."""
-  models = _MODELS[num_microbatches](dtype='bfloat16')
-  batch = updates.batch(updates.sums())
-  return jax.make_jaxpr(
-    functools.partial(
-      step.update,
-      method=updates.telling_gradient(policy_loss.METHOD),
-      spec=updates.spec(models),
-      optimizers=updates.OPTIMIZERS,
-    ),
-    return_shape=True,
-  )(
-    updates.train_state(models),
-    {},
+  """Returns the traced update of bfloat16 models."""
+  batch = updates.batch()
+  return updates.traced(
+    updates.sums(dtype='bfloat16'),
     batch,
-    updates.with_algorithm(
-      updates.HYPERPARAMETERS, batches.algorithm('st_ppo')
-    ),
-    updates.packed(batch, num_microbatches).packing,
+    method=updates.telling_gradient(policy_loss.METHOD),
+    packing=updates.packed(batch, num_microbatches).packing,
   )
 
 
-@functools.cache
 def _program_of_pairs():
-  """Returns the jaxpr of an update on pairs."""
+  """Returns the traced update on pairs."""
   policy = updates.sums(dtype='bfloat16').policy
-  start = updates.train_state(updates.policy_alone())
   pairs = pairs_lib.packed(
     np.zeros((8, 2, 12), np.int32), np.ones((8, 2, 12), bool)
   )
-  inputs = offline_losses.PairInputs(start.policy.params, 0.1, 0.5)
-  hyperparameters = updates.HYPERPARAMETERS._replace(loss=inputs)
-  return jax.make_jaxpr(
-    functools.partial(
-      step.update,
-      method=offline_losses.tdpo('tdpo2'),
-      spec=updates.spec(updates.Models(policy, None)),
-      optimizers=updates.OPTIMIZERS,
-    )
-  )(
-    start,
-    {},
+  inputs = offline_losses.PairInputs(updates.params(policy, 1), 0.1, 0.5)
+  return updates.traced(
+    updates.Models(policy, None),
     pairs,
-    hyperparameters,
-    updates.packed(pairs, 4, row_length=24).packing,
+    inputs=updates.HYPERPARAMETERS._replace(loss=inputs),
+    method=offline_losses.tdpo('tdpo2'),
+    packing=updates.packed(pairs, 4, row_length=24).packing,
   )
 
 
-def _accumulation(jaxpr):
+def _accumulation(program):
   """Returns the loop that sums over microbatches: it carries the most."""
-  loops = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == 'scan']
+  loops = [e for e in program.jaxpr.eqns if e.primitive.name == 'scan']
   return max(loops, key=lambda e: len(_read_and_carried(e)[1]))
 
 
@@ -95,10 +69,9 @@ def _read_and_carried(loop):
 
 @pytest.mark.parametrize('num_microbatches', [1, 4])
 def test_gradients_are_float32_of_every_weight(num_microbatches):
-  _, (_, outputs) = _program(num_microbatches)
+  _, outputs = _program(num_microbatches).out_info
   found = outputs.diagnostics
-  models = _MODELS[num_microbatches]
-  state = updates.train_state(models(dtype='bfloat16'))
+  state = updates.train_state(updates.sums())
   for gradient, model in (
     (found.policy, state.policy),
     (found.value, state.value),
@@ -109,11 +82,11 @@ def test_gradients_are_float32_of_every_weight(num_microbatches):
 
 
 def test_sums_are_carried_in_float32():
-  loop = _accumulation(_program(4)[0])
+  loop = _accumulation(_program(4))
   assert loop.params['length'] == 4
   _, carried = _read_and_carried(loop)
   assert {aval.dtype for aval in carried} == {_FLOAT32}
-  params = updates.train_state(updates.transformers()).policy.params
+  params = updates.train_state(updates.sums()).policy.params
   shapes = [aval.shape for aval in carried]
   for leaf in jax.tree.leaves(params):
     assert leaf.shape in shapes
@@ -121,10 +94,10 @@ def test_sums_are_carried_in_float32():
 
 @pytest.mark.parametrize('of_pairs', [False, True])
 def test_weights_are_cast_before_the_loop(of_pairs):
-  program = _program_of_pairs() if of_pairs else _program(4)[0]
+  program = _program_of_pairs() if of_pairs else _program(4)
   loop = _accumulation(program)
   consts, _ = _read_and_carried(loop)
-  models = updates.policy_alone() if of_pairs else updates.transformers()
+  models = updates.policy_alone() if of_pairs else updates.sums()
   for leaf in jax.tree.leaves(updates.train_state(models).params):
     dtypes = {aval.dtype for aval in consts if aval.shape == leaf.shape}
     assert dtypes == {_BFLOAT16}, leaf.shape

@@ -15,6 +15,7 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.models import lora
 from stppo_jax.training import components
 from stppo_jax.training import model_files
+from tests.learner import trees
 from tests.learner import updates
 from tests.models import tiny
 from tests.rl import batches
@@ -23,36 +24,17 @@ from tests.training import runs
 _LORA = lora.Lora(rank=2, alpha=3.0, targets='(q|o|up)_proj')
 _COEFFICIENT = 0.3
 _HYPERPARAMETERS = updates.hyperparameters(value=_COEFFICIENT)
-_BIAS = {
-  'correction__clipping_bias__tau': 0.1,  # below the batch's rho: it scales
-  'correction__clipping_bias__floor': 0.01,
-}
-_MANY = {'mesh': (2, 2, 2), 'num_microbatches': 2}
 
 
 def _model_state(params):
   return state_lib.ModelState(params, optax.EmptyState(), np.int32(0))
 
 
-def _close(actual, expected, atol=1e-6):
-  jax.tree.map(
-    lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=atol),
-    actual,
-    expected,
-  )
-
-
-def _norm(tree):
-  return np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
-
-
 @pytest.mark.parametrize(
   ('norm', 'cut'),
   [
     ('coefficient', {}),
-    pytest.param('gradient', {}, marks=pytest.mark.slow),
-    pytest.param('gradient', _MANY, marks=pytest.mark.slow),
-    pytest.param('coefficient', _MANY, marks=pytest.mark.slow),
+    pytest.param('gradient', updates.MANY, marks=pytest.mark.slow),
   ],
 )
 def test_a_shared_backbone_learns_the_sum_of_two_gradients(norm, cut):
@@ -62,7 +44,7 @@ def test_a_shared_backbone_learns_the_sum_of_two_gradients(norm, cut):
   """
   models = updates.sums()
   algorithm = batches.algorithm(
-    'st_ppo', correction__clipping_bias__norm=norm, **_BIAS
+    'st_ppo', correction__clipping_bias__norm=norm, **updates.BIAS
   )
   batch = updates.batch(models)
   state = updates.train_state(models)
@@ -73,14 +55,14 @@ def test_a_shared_backbone_learns_the_sum_of_two_gradients(norm, cut):
   )
   expected = updates.update(algorithm, batch, models, state=apart)
   policy_gradient, value_gradient = (
-    jax.tree.map(np.subtract, old.params, new.params)
+    trees.subtract(old.params, new.params)
     for old, new in (
       (apart.policy, expected.state.policy),
       (apart.value, expected.state.value),
     )
   )
   scaled = jax.tree.map(lambda g: _COEFFICIENT * g, value_gradient)
-  assert min(_norm(policy_gradient), _norm(scaled)) > 1e-3
+  assert min(trees.norm(policy_gradient), trees.norm(scaled)) > 1e-3
   if norm == 'gradient':
     assert expected.metrics['stab/bias_grad_norm'] > 0.02
   else:
@@ -97,8 +79,8 @@ def test_a_shared_backbone_learns_the_sum_of_two_gradients(norm, cut):
     **cut,
   )
   assert found.state.value is None
-  gradient = jax.tree.map(np.subtract, params, found.state.policy.params)
-  _close(
+  gradient = trees.subtract(params, found.state.policy.params)
+  trees.assert_close(
     gradient,
     {
       'embedding': policy_gradient['embedding'] + scaled['embedding'],
@@ -106,19 +88,15 @@ def test_a_shared_backbone_learns_the_sum_of_two_gradients(norm, cut):
       'scalar_head': scaled['scalar_head'],
     },
   )
-  metrics = {
-    name: x
-    for name, x in expected.metrics.items()
-    if not name.endswith(('grad_norm', 'lr'))
-  }
-  for name, value in metrics.items():
-    np.testing.assert_allclose(
-      found.metrics[name], value, 1e-5, 1e-6, err_msg=name
-    )
+  for name, value in expected.metrics.items():
+    if not name.endswith(('grad_norm', 'lr')):
+      np.testing.assert_allclose(
+        found.metrics[name], value, 1e-5, 1e-6, err_msg=name
+      )
 
 
 def _with_adapters(models):
-  """Returns models, their state, its frozen base, and the state merged."""
+  """Returns models with adapters, their state and its frozen base."""
   adapted = updates.Models(
     *(dataclasses.replace(model, lora=_LORA) for model in models[:2])
   )
@@ -134,17 +112,20 @@ def _with_adapters(models):
     )
 
   state = state_lib.TrainState(*(_model_state(trained(m)) for m in adapted[:2]))
+  return adapted, state, frozen
 
+
+def _merged(adapted, state, frozen):
+  """Returns the state of models without adapters that compute the same."""
   merge = jax.jit(functools.partial(lora.merge, _LORA))
-
-  def merged(model, params):
-    return _model_state(merge(model.join_params(frozen, params)))
-
-  whole = state_lib.TrainState(
-    merged(adapted.policy, state.policy.params),
-    merged(adapted.value, state.value.params),
+  return jax.device_get(
+    state_lib.TrainState(
+      *(
+        _model_state(merge(model.join_params(frozen, trained.params)))
+        for model, trained in zip(adapted, (state.policy, state.value))
+      )
+    )
   )
-  return adapted, state, frozen, jax.device_get(whole)
 
 
 def _adapter_gradient(pair, kernel_gradient):
@@ -157,20 +138,18 @@ def _adapter_gradient(pair, kernel_gradient):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  'cut', [{}, pytest.param(_MANY, marks=pytest.mark.slow, id='many')]
-)
-def test_adapters_get_the_gradient_of_the_merged_weights(cut):
+def test_adapters_get_the_gradient_of_the_merged_weights():
   models, algorithm = updates.transformers(), batches.algorithm('st_ppo')
-  adapted, state, frozen, whole = _with_adapters(models)
+  adapted, state, frozen = _with_adapters(models)
+  whole = _merged(adapted, state, frozen)
   batch = updates.batch(models)
   expected = updates.update(algorithm, batch, models, state=whole)
   found = updates.update(
-    algorithm, batch, adapted, state=state, frozen=frozen, **cut
+    algorithm, batch, adapted, state=state, frozen=frozen, **updates.MANY
   )
   for name in ('policy', 'value'):
     old, new = getattr(whole, name), getattr(expected.state, name)
-    of_all = jax.tree.map(np.subtract, old.params, new.params)
+    of_all = trees.subtract(old.params, new.params)
     before = getattr(state, name).params
     after = getattr(found.state, name).params
     wanted = {
@@ -181,10 +160,10 @@ def test_adapters_get_the_gradient_of_the_merged_weights(cut):
     }
     if name == 'value':
       wanted['scalar_head'] = of_all['scalar_head']
-    gradient = jax.tree.map(np.subtract, before, after)
+    gradient = trees.subtract(before, after)
     assert wanted['layers'].keys() == {'q_proj', 'o_proj', 'up_proj'}
-    assert _norm(wanted) > 1e-2
-    _close(gradient, wanted, atol=1e-5)
+    assert trees.norm(wanted) > 1e-2
+    trees.assert_close(gradient, wanted, atol=1e-5)
 
 
 @functools.cache
@@ -192,46 +171,33 @@ def _jitted(models):
   return jax.jit(updates.annotate(models))
 
 
-def _annotate(models, state, reference):
+def _annotate(models, state):
   batch = updates.batch(updates.sums())
   algorithm = batches.algorithm('st_ppo')
-  return jax.device_get(
-    _jitted(models)(state, batch, algorithm, reference=reference)
-  )
+  return jax.device_get(_jitted(models)(state, batch, algorithm))
 
 
 def test_the_frozen_base_is_the_reference():
-  models = updates.transformers()
-  adapted, state, frozen, whole = _with_adapters(models)
+  adapted, state, frozen = _with_adapters(updates.transformers())
   state = dataclasses.replace(state, frozen=frozen)
-  found, metrics = _annotate(adapted, state, None)
-  expected, _ = _annotate(models, whole, frozen)
-  for name in ('old_logprobs_BL', 'ref_logprobs_BL', 'values_BL'):
-    _close(getattr(found, name), getattr(expected, name), atol=1e-5)
-  assert metrics['critic/kl'] != 0
-
-  # Where B is zero, the policy is its reference, to the last bit.
+  found, metrics = _annotate(adapted, state)
+  # Where B is zero, the policy is its base, to the last bit.
   params = jax.tree_util.tree_map_with_path(
     lambda path, x: 0 * x if path[-1].key == 'lora_b' else x,
     state.policy.params,
   )
   fresh = dataclasses.replace(state, policy=_model_state(params))
-  found, metrics = _annotate(adapted, fresh, None)
-  np.testing.assert_array_equal(found.old_logprobs_BL, found.ref_logprobs_BL)
-  assert metrics['critic/kl'] == 0
+  base, no_metrics = _annotate(adapted, fresh)
+  for x_BL in (found.ref_logprobs_BL, base.ref_logprobs_BL):
+    np.testing.assert_array_equal(x_BL, base.old_logprobs_BL)
+  assert metrics['critic/kl'] != 0 and no_metrics['critic/kl'] == 0
 
 
 def _flops(models):
   """Returns the FLOPs of annotating and of an update."""
-  state, batch = (
-    updates.train_state(models),
-    updates.batch(updates.transformers()),
-  )
-  if models.value is None:
-    params = state.policy.params
-    reference = {n: x for n, x in params.items() if n != 'scalar_head'}
-  else:
-    reference = state.policy.params
+  state, batch = updates.train_state(models), updates.batch(updates.sums())
+  reference = dict(state.policy.params)
+  reference.pop('scalar_head', None)
   algorithm = batches.algorithm('st_ppo')
   programs = (
     _jitted(models).lower(state, batch, algorithm, reference=reference),

@@ -7,15 +7,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from stppo_jax.learner import offline_losses
-from stppo_jax.learner import state as state_lib
-from stppo_jax.learner import step as step_lib
-from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import sharding
 from stppo_jax.rollout import pairs as pairs_lib
+from tests.learner import trees
 from tests.learner import updates
 
 P, L = 8, 12
@@ -23,7 +19,7 @@ _FAILED = 6  # the pair whose dispreferred trajectory has no token
 _VALID = P - 1
 BETA, ALPHA, TEMPERATURE = 0.4, 0.6, 0.8
 _POLICY = dataclasses.replace(updates.sums().policy, chunk=40)
-_NAMES = ('tdpo1', 'tdpo2')
+_NAMES = (pytest.param('tdpo1', marks=pytest.mark.slow), 'tdpo2')
 
 
 @functools.cache
@@ -37,64 +33,27 @@ def _pairs():
   return pairs_lib.packed(tokens, mask)
 
 
-def _state(seed=1):
-  # Plain descent at rate 1: the change of the weights is the gradient.
-  params = updates.params(_POLICY, seed)
-  policy = state_lib.ModelState(params, optax.EmptyState(), np.int32(0))
-  return state_lib.TrainState(policy, None)
-
-
-@functools.cache
-def _compiled(name):
-  spec = updates.spec(updates.Models(_POLICY, None))
-  return jax.jit(
-    functools.partial(
-      step_lib.update,
-      method=offline_losses.tdpo(name),
-      spec=spec._replace(temperature=TEMPERATURE),
-      optimizers=updates.OPTIMIZERS,
-    )
-  )
-
-
-def _update(
-  pairs, *, name='tdpo2', reference=2, mesh=(1, 1, 1), num_microbatches=1
-):
-  """Returns gradient, metrics and state of an update on a mesh."""
-  axes = dict(zip(('data', 'fsdp', 'tensor'), mesh, strict=True))
-  made = mesh_lib.make_mesh(**axes, devices=jax.devices()[: math.prod(mesh)])
+def _update(pairs, *, name='tdpo2', reference=2, **options):
+  """Returns gradient, metrics and state of an update; see `updates`."""
   if isinstance(reference, int):
     reference = updates.params(_POLICY, reference)
-  place = lambda x: jax.device_put(x, sharding.param_shardings(x, made))
-  inputs = offline_losses.PairInputs(place(reference), BETA, ALPHA)
-  state = _state()
-  packing = None
-  if num_microbatches > 1:
-    order, packing = updates.packed(
-      pairs, num_microbatches, num_shards=mesh[0] * mesh[1], row_length=2 * L
-    )
-    pairs = jax.tree.map(lambda x: x[order], pairs)
-  new, outputs = _compiled(name)(
-    place(state),
-    {},
-    jax.device_put(pairs, sharding.batch_sharding(made)),
+  inputs = offline_losses.PairInputs(reference, BETA, ALPHA)
+  models = updates.Models(_POLICY, None)
+  found = updates.update_by(
+    offline_losses.tdpo(name),
     updates.HYPERPARAMETERS._replace(loss=inputs),
-    packing,
+    pairs,
+    models,
+    row_length=2 * L,
+    temperature=TEMPERATURE,
+    **options,
   )
-  gradient = jax.tree.map(
-    lambda old, new: old - np.asarray(new),
-    state.policy.params,
-    new.policy.params,
-  )
-  metrics = {name: float(x) for name, x in outputs.metrics.items()}
-  return gradient, metrics, new.policy
+  gradient, _ = updates.gradients(found, models)
+  return gradient, found.metrics, found.state.policy
 
 
 def _assert_same(actual, expected):
-  for x, e in zip(
-    jax.tree.leaves(actual[:2]), jax.tree.leaves(expected[:2]), strict=True
-  ):
-    np.testing.assert_allclose(x, e, rtol=1e-5, atol=2e-6)
+  trees.assert_close(actual[:2], expected[:2], atol=2e-6)
 
 
 def _log_all(params, tokens):
@@ -109,7 +68,7 @@ def _log_all(params, tokens):
 def test_the_metrics_are_those_of_the_formula(name):
   pairs = _pairs()
   tokens = pairs.tokens_Q2L.reshape(-1, L)
-  log_pi = _log_all(_state().policy.params, tokens)
+  log_pi = _log_all(updates.params(_POLICY, 1), tokens)
   log_ref = _log_all(updates.params(_POLICY, 2), tokens)
   loss = margin = correct = 0
   kls, ratios = np.zeros((2, P, 2))
@@ -159,7 +118,7 @@ def _gradient_apart():
     apart_Q = sums_Q2[:, 0] - sums_Q2[:, 1]
     return jnp.sum(jnp.where(np.arange(P) == _FAILED, 0, apart_Q)) / _VALID
 
-  return jax.device_get(jax.jit(jax.grad(apart))(_state().policy.params))
+  return jax.device_get(jax.jit(jax.grad(apart))(updates.params(_POLICY, 1)))
 
 
 @pytest.mark.parametrize('name', _NAMES)
@@ -168,25 +127,18 @@ def test_at_the_reference_the_gradient_separates_the_pair(name):
   assert metrics['preference/loss'] == pytest.approx(math.log(2), abs=1e-6)
   assert metrics['preference/preferred/kl'] == pytest.approx(0, abs=1e-6)
   expected = jax.tree.map(lambda g: -BETA / 2 * g, _gradient_apart())
-  jax.tree.map(
-    lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6),
-    gradient,
-    expected,
-  )
-
-
-def test_microbatches_and_devices_change_nothing():
-  many = _update(_pairs(), mesh=(2, 2, 2), num_microbatches=2)
-  _assert_same(many, _update(_pairs()))
+  trees.assert_close(gradient, expected)
 
 
 @pytest.mark.slow
-def test_pairs_without_tokens_change_nothing():
+def test_microbatches_devices_and_pairs_without_tokens_change_nothing():
+  many = _update(_pairs(), **updates.MANY)
+  _assert_same(many, _update(_pairs()))
   three = jax.tree.map(lambda x: x[:3], _pairs())
   filled = pairs_lib.minibatch(three, 0, size=P, seed=0)
   # The rows are sharded and cut, so some devices and one microbatch of others
   # have none of these.
-  found = _update(filled, mesh=(2, 2, 2), num_microbatches=2)
+  found = _update(filled, **updates.MANY)
   assert found[1]['preference/pairs'] == 3
   _assert_same(found, _update(three))
 

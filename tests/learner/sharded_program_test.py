@@ -36,11 +36,10 @@ _SHAPE = tiny.model(
   head_dim=16,
 ).config
 _FSDP, _ALL_AXES, _ALONE = (1, 8, 1), (2, 2, 2), (1, 1, 1)
+_MESHES = pytest.mark.parametrize('axes', [_FSDP, _ALL_AXES])
 # Each takes a compilation. What a vocabulary that `tensor` shards sends is
 # tested every time in models/vocabulary_mesh_test.py.
-_MESHES = pytest.mark.parametrize(
-  'axes', [_FSDP, pytest.param(_ALL_AXES, marks=pytest.mark.slow)]
-)
+pytestmark = pytest.mark.slow
 
 
 class _Compiled(NamedTuple):
@@ -110,14 +109,8 @@ def _fsdp_formula(state, devices, *, num_microbatches):
   return (devices - 1) / devices * (gathered + scattered + exchanged)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-  ('num_microbatches', 'remat'),
-  [
-    (1, 'none'),
-    pytest.param(2, 'none', marks=pytest.mark.slow),
-    pytest.param(1, 'full', marks=pytest.mark.slow),
-  ],
+  ('num_microbatches', 'remat'), [(1, 'none'), (2, 'none'), (1, 'full')]
 )
 def test_bytes_are_those_of_the_fsdp_formula(num_microbatches, remat):
   state, _, text = _compiled(_FSDP, num_microbatches, remat)
@@ -126,7 +119,6 @@ def test_bytes_are_those_of_the_fsdp_formula(num_microbatches, remat):
   assert sent == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.slow
 def test_the_frozen_base_is_gathered_once_for_both_models():
   """And not in both passes of two models over each of two microbatches."""
   kernels = {}
@@ -144,7 +136,6 @@ def test_the_frozen_base_is_gathered_once_for_both_models():
   assert kernels[False] > 3 * kernels[True]
 
 
-@pytest.mark.slow
 @_MESHES
 def test_logits_are_neither_sent_nor_held(axes):
   _, _, text = _compiled(axes)
@@ -166,7 +157,6 @@ def test_logits_are_neither_sent_nor_held(axes):
   assert _CHUNK * width * 4 <= largest < limit
 
 
-@pytest.mark.slow
 @_MESHES
 def test_the_state_is_written_in_place(axes):
   state, compiled, _ = _compiled(axes)
@@ -177,8 +167,7 @@ def test_the_state_is_written_in_place(axes):
   assert compiled.memory_analysis().alias_size_in_bytes >= 0.99 * held
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('axes', [_FSDP, _ALL_AXES])
+@_MESHES
 def test_devices_multiply_as_much_as_one_of_its_rows(axes):
   alone = hlo_cost.operations(hlo.read(_compiled(_ALONE).text))
   assert hlo_cost.operations(hlo.read(_compiled(axes).text)) == pytest.approx(

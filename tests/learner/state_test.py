@@ -13,6 +13,7 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.models import lora
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
+from tests.learner import trees
 from tests.models import tiny
 
 _LORA = lora.Lora(rank=2, alpha=2.0, targets='(q|o)_proj')
@@ -36,14 +37,10 @@ def _init(policy, value):
   return made, weights
 
 
-def _equal(actual, expected):
-  jax.tree.map(np.testing.assert_array_equal, actual, expected)
-
-
 def test_a_new_state_is_sharded_with_its_moments():
   policy, value = tiny.model(vocab_size=12), tiny.model('scalar', vocab_size=12)
   state, weights = _init(policy, value)
-  _equal(state.policy.params, weights)
+  trees.assert_equal(state.policy.params, weights)
   for model in (state.policy, state.value):
     assert model.updates == 0 and model.updates.dtype == np.int32
 
@@ -52,7 +49,7 @@ def test_a_new_state_is_sharded_with_its_moments():
     'scalar_head'
   }
   for name, leaf in state.value.params.items():
-    _equal(leaf, weights.get(name, np.zeros((16, 1))))
+    trees.assert_equal(leaf, weights.get(name, np.zeros((16, 1))))
 
   # A moment lies beside its weight: a quarter on each device.
   for model in (state.policy, state.value):
@@ -69,7 +66,7 @@ def test_under_adapters_there_is_one_base_and_few_moments():
     for head in ('vocabulary', 'scalar')
   )
   state, weights = _init(*models)
-  _equal(state.frozen, weights)
+  trees.assert_equal(state.frozen, weights)
   adapters = {
     name: {'lora_a': (2, 16, 2), 'lora_b': (2, 2, 16)}
     for name in ('q_proj', 'o_proj')

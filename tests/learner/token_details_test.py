@@ -87,17 +87,6 @@ def test_each_host_gets_its_own_rows():
   np.testing.assert_array_equal(np.concatenate(rows), expected)
 
 
-@pytest.mark.slow
-def test_nothing_is_measured_where_nothing_is_wanted():
-  _, state, batch = _updated()
-  for changes in (
-    {'writer__token_details': 0},
-    {'writer__token_details': 4, 'writer__trajectories': 0},
-  ):
-    learner = runs.learner(runs.config(**{**_CONFIG, **changes}))
-    assert learner.token_details(state, batch, hosts_lib.ALONE) is None
-
-
 @pytest.mark.parametrize(
   ('num_rows', 'count', 'hosts', 'devices', 'expected'),
   [

@@ -24,7 +24,9 @@ from stppo_jax.models import transformer
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.rl import diagnostics as diagnostics_lib
+from stppo_jax.rollout import pack
 from tests import compilations
+from tests.learner import trees
 from tests.models import tiny
 from tests.rl import batches
 
@@ -43,6 +45,12 @@ _LAYOUT = (
 )
 B, L, NUM_TURNS = len(_LAYOUT), len(_LAYOUT[0]), 3
 ONE_DEVICE = (1, 1, 1)
+MANY = {'mesh': (2, 2, 2), 'num_microbatches': 2}
+# A correction of the gradient that changes it in these batches.
+BIAS = {
+  'correction__clipping_bias__tau': 0.1,  # below the batch's rho: it scales
+  'correction__clipping_bias__floor': 0.01,  # below the batch's norm: divides
+}
 # Plain descent at rate 1: the change of the weights is the gradient. (Adam
 # would turn rounding of a vanishing gradient into a whole step.)
 DESCENT = optimizer_lib.Hyperparameters(
@@ -136,6 +144,21 @@ def sums(**changes) -> Models:
   )
 
 
+def hooked(hook) -> Models:
+  """Returns stand-ins that call a function when they are traced.
+
+  Args:
+    hook: gets the lengths of the rows, once for each pass.
+  """
+
+  class Hooked(_Sums):
+    def hidden_and_routing(self, *args, lengths_B=None, **arrays):
+      hook(lengths_B)
+      return super().hidden_and_routing(*args, lengths_B=lengths_B, **arrays)
+
+  return Models(*(Hooked(x.config, x.head) for x in sums()[:2]))
+
+
 def policy_alone() -> Models:
   """Returns the models of algorithms without a critic."""
   return Models(sums().policy, None)
@@ -157,8 +180,9 @@ def params(model, seed):
   }
 
 
-def train_state(models: Models) -> state_lib.TrainState:
-  """Returns a state of plain descent, as numpy arrays."""
+def train_state(models: Models | None = None) -> state_lib.TrainState:
+  """Returns a state of plain descent, as numpy arrays; by default of `sums`."""
+  models = models or sums()
 
   def init(model, seed):
     return state_lib.ModelState(
@@ -170,15 +194,24 @@ def train_state(models: Models) -> state_lib.TrainState:
 
 
 @functools.cache
-def _logprobs(policy):
+def policy_outputs(policy):
+  """Returns the compiled log-probabilities and entropies of a policy."""
   return jax.jit(
     functools.partial(policy.logprobs_and_entropy, temperature=1.0)
   )
 
 
 @functools.cache
-def batch(models: Models, *, spread: float = 0.4) -> batch_lib.TokenBatch:
-  """Returns an annotated batch, `spread` away from the old policy."""
+def batch(
+  models: Models | None = None, *, spread: float = 0.4
+) -> batch_lib.TokenBatch:
+  """Returns an annotated batch, `spread` away from the old policy.
+
+  Args:
+    models: the models, by default `sums`.
+    spread: the standard deviation of the logarithm of the ratio.
+  """
+  models = models or sums()
   rng = np.random.default_rng(3)
   draw = lambda: rng.normal(size=(B, L)).astype(np.float32)
   turn_ids = np.array(
@@ -186,7 +219,8 @@ def batch(models: Models, *, spread: float = 0.4) -> batch_lib.TokenBatch:
   )
   tokens = rng.integers(0, models.policy.config.vocab_size, (B, L))
   tokens = tokens.astype(np.int32)
-  logprobs, _ = _logprobs(models.policy)(params(models.policy, 1), tokens)
+  policy = models.policy
+  logprobs, _ = policy_outputs(policy)(params(policy, 1), tokens)
   old = np.asarray(logprobs) + spread * draw()
   annotated = batch_lib.TokenBatch(
     tokens_BL=tokens,
@@ -210,6 +244,23 @@ def batch(models: Models, *, spread: float = 0.4) -> batch_lib.TokenBatch:
   )
 
 
+def ragged(models: Models | None = None) -> batch_lib.TokenBatch:
+  """Returns a batch with loss positions, and few tokens behind the last."""
+  whole = batch(models)
+  ends_B = np.max((np.arange(L) + 1) * whole.loss_mask_BL, axis=1)
+  lengths_B = np.random.default_rng(0).integers(ends_B, L + 1)
+  return whole.replace(
+    lengths_B=lengths_B.astype(np.int32),
+    loss_positions_BM=pack.loss_positions(whole.loss_mask_BL),
+  )
+
+
+def with_visits(batch: batch_lib.TokenBatch) -> batch_lib.TokenBatch:
+  """Returns a batch with visits of six experts."""
+  visits_BX = np.arange(6.0 * B, dtype=np.float32).reshape(B, 6)
+  return batch.replace(expert_visits_BX=visits_BX)
+
+
 OPTIMIZERS = state_lib.Optimizers(IDENTITY, IDENTITY)
 
 
@@ -219,7 +270,13 @@ def spec(models: Models, **options) -> step_lib.Spec:
 
 
 def packed(
-  batch, num_microbatches: int = 1, *, num_shards: int = 1, row_length: int = L
+  batch,
+  num_microbatches: int = 1,
+  *,
+  num_shards: int = 1,
+  row_length: int = L,
+  chosen=None,
+  num_workers: int = 1,
 ) -> packing_lib.Packed:
   """Returns the packing of all trajectories, or pairs, of a batch.
 
@@ -228,30 +285,49 @@ def packed(
     num_microbatches: the number of microbatches if each trajectory fills a row.
     num_shards: devices along the axes of rows.
     row_length: tokens of a row.
+    chosen: the numbers of some trajectories; None: all.
+    num_workers: the number of microbatches is a multiple of it.
   """
   count = len(jax.tree.leaves(batch)[0])
   rows = count // num_microbatches // num_shards
   lengths, losses = programs_lib.sizes(batch)
   return packing_lib.plan(
-    np.arange(count),
+    np.arange(count) if chosen is None else chosen,
     lengths,
     losses,
-    packing_lib.Sizes(num_shards, row_length, rows, num_workers=1),
+    packing_lib.Sizes(num_shards, row_length, rows, num_workers),
   )
 
 
 @functools.cache
-def compiled(models: Models, method: step_lib.Method = policy_loss.METHOD):
-  """Returns the jitted `step.update` of these models."""
+def compiled(
+  models: Models, method: step_lib.Method = policy_loss.METHOD, **options
+):
+  """Returns the jitted `step.update` of these models; see `spec`."""
   return jax.jit(
     functools.partial(
       step_lib.update,
       method=method,
-      spec=spec(models),
+      spec=spec(models)._replace(**options),
       optimizers=OPTIMIZERS,
     ),
     compiler_options=compilations.QUICK,
   )
+
+
+def traced(
+  models: Models,
+  rows,
+  *,
+  inputs=None,
+  method: step_lib.Method = policy_loss.METHOD,
+  packing=None,
+):
+  """Returns the traced `step.update` of these models; by default of ST-PPO."""
+  if inputs is None:
+    inputs = with_algorithm(HYPERPARAMETERS, batches.algorithm('st_ppo'))
+  start = train_state(models)
+  return compiled(models, method).trace(start, {}, rows, inputs, packing)
 
 
 def telling_gradient(method: step_lib.Method) -> step_lib.Method:
@@ -272,7 +348,17 @@ class Result(NamedTuple):
 
 
 def update(
-  algorithm,
+  algorithm, batch, models=None, *, hyperparameters=HYPERPARAMETERS, **options
+) -> Result:
+  """Returns the result of an update; see `batch` and `update_by`."""
+  inputs = with_algorithm(hyperparameters, algorithm)
+  models = models or sums()
+  return update_by(method(algorithm), inputs, batch, models, **options)
+
+
+def update_by(
+  method,
+  inputs,
   batch,
   models,
   *,
@@ -280,13 +366,13 @@ def update(
   frozen=(),
   mesh=ONE_DEVICE,
   num_microbatches=1,
-  packed_into=None,
-  hyperparameters=HYPERPARAMETERS,
+  row_length=L,
+  **options,
 ) -> Result:
-  """Returns the result of an update on a mesh of this shape.
+  """Returns the result of an update by a method on a mesh of a shape.
 
-  Trajectories share rows if `packed_into` is the number of tokens of a row, or
-  if there are several microbatches.
+  Trajectories share rows if there are several microbatches. For the options see
+  `compiled`.
   """
   axes = dict(zip(('data', 'fsdp', 'tensor'), mesh))
   devices = jax.devices()[: math.prod(mesh)]
@@ -296,21 +382,17 @@ def update(
   frozen = dict(frozen)
   frozen = jax.device_put(frozen, sharding.param_shardings(frozen, made))
   packing = None
-  if packed_into or num_microbatches > 1:
+  if num_microbatches > 1:
     order, packing = packed(
       batch,
       num_microbatches,
       num_shards=mesh[0] * mesh[1],
-      row_length=packed_into or L,
+      row_length=row_length,
     )
     batch = jax.tree.map(lambda x: x[order], batch)
   laid_out = jax.device_put(batch, sharding.batch_sharding(made))
-  new, outputs = compiled(models, method(algorithm))(
-    state,
-    frozen,
-    laid_out,
-    with_algorithm(hyperparameters, algorithm),
-    packing,
+  new, outputs = compiled(models, method, **options)(
+    state, frozen, laid_out, inputs, packing
   )
   return result(new, outputs)
 
@@ -320,20 +402,19 @@ def result(
 ) -> Result:
   """Returns the result of an update as numpy arrays and floats."""
   metrics = {name: float(x) for name, x in outputs.metrics.items()}
-  return Result(
-    jax.device_get(state),
-    metrics | diagnostics_lib.summarize(outputs.diagnostics),
-  )
+  if outputs.diagnostics:
+    metrics |= diagnostics_lib.summarize(outputs.diagnostics)
+  return Result(jax.device_get(state), metrics)
 
 
-def gradients(result: Result, models: Models) -> tuple[Any, Any]:
+def gradients(result: Result, models: Models | None = None) -> tuple[Any, Any]:
   """Returns the gradients of policy and value that plain descent subtracted."""
   weights = lambda state: (
     state.policy.params,
     state.value and state.value.params,
   )
   old, new = weights(train_state(models)), weights(result.state)
-  return jax.tree.map(np.subtract, old, new)
+  return trees.subtract(old, new)
 
 
 def annotate(models: Models, **options):
@@ -357,16 +438,15 @@ def rows(batch: batch_lib.TokenBatch, chosen) -> batch_lib.TokenBatch:
   return jax.tree.map(lambda x: x[chosen], batch)
 
 
-def assert_same(actual: Result, expected: Result, models: Models) -> None:
+def assert_same(
+  actual: Result, expected: Result, models: Models | None = None
+) -> None:
   """Compares losses to 1e-6, gradients and the other metrics to 1e-5."""
-  assert actual.metrics.keys() == expected.metrics.keys()
-  for name, value in expected.metrics.items():
-    tolerance = 1e-6 if name.endswith('_loss') else 1e-5
-    np.testing.assert_allclose(
-      actual.metrics[name], value, tolerance, tolerance, err_msg=name
-    )
-  jax.tree.map(
-    lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
-    gradients(actual, models),
-    gradients(expected, models),
+  losses = lambda result: {
+    name: x for name, x in result.metrics.items() if name.endswith('_loss')
+  }
+  trees.assert_close(losses(actual), losses(expected), 1e-6, 1e-6)
+  trees.assert_close(actual.metrics, expected.metrics, atol=1e-5)
+  trees.assert_close(
+    gradients(actual, models), gradients(expected, models), atol=1e-5
   )

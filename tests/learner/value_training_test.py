@@ -10,6 +10,7 @@ from stppo_jax.learner import value_training
 from stppo_jax.models.hf import load
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rl import estimator_needs
+from tests.learner import trees
 from tests.training import runs
 
 _WITH_VALUES = [
@@ -19,12 +20,16 @@ _WITH_VALUES = [
 ]
 
 
-def _annotated(learner):
-  state = learner.start()
+def _annotated(learner, state=None):
+  state = state or learner.start()
   batch, _ = learner.annotate(
     state, runs.packed(), reference=learner.reference()
   )
   return state, batch
+
+
+def _close(actual, expected):
+  trees.assert_close(actual, expected, atol=1e-8)
 
 
 @pytest.mark.slow
@@ -43,12 +48,11 @@ def test_values_learn_alone_as_beside_the_policy(core_rows):
   alone, of_values = learner.update(
     learner.start(), batch, rows, 0, values_alone=True
   )
-  jax.tree.map(np.testing.assert_array_equal, alone.policy, start)
-  close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-8)
-  jax.tree.map(close, alone.value, both.value)
+  trees.assert_equal(alone.policy, start)
+  _close(alone.value, both.value)
   assert alone.value.updates == 1
   for name in ('critic/vf_loss', 'critic/grad_norm', 'update/skipped'):
-    close(of_values.metrics[name], update.metrics[name])
+    _close(of_values.metrics[name], update.metrics[name])
 
 
 @pytest.mark.slow
@@ -60,7 +64,7 @@ def test_values_learn_alone_with_every_algorithm(algorithm):
   before = jax.device_get(state)
   further = learner.minibatches(len(batch.lengths_B), 0, values_alone=True)
   state, _ = learner.update(state, batch, further[0], 0, values_alone=True)
-  jax.tree.map(np.testing.assert_array_equal, state.policy, before.policy)
+  trees.assert_equal(state.policy, before.policy)
   assert state.value.updates == 1
 
 
@@ -94,10 +98,9 @@ def test_a_value_model_starts_from_a_directory_of_its_own():
   learner = runs.learner(runs.config(model__value_path=quickstart))
   state, batch = _annotated(learner)
   before = jax.device_get(state)
-  theirs = runs.learner(runs.config(**_like(quickstart))).start().policy.params
+  theirs = load.read_params(quickstart, learner.models.value.config)
   for name in ('embedding', 'norm', 'layers'):
-    equal = np.testing.assert_array_equal
-    jax.tree.map(equal, before.value.params[name], theirs[name])
+    trees.assert_equal(before.value.params[name], theirs[name])
   assert before.policy.params['embedding'].shape[1] == 16  # half as wide
   rows = learner.minibatches(len(batch.lengths_B), 0)[0]
   state, update = learner.update(state, batch, rows, 0)
@@ -105,16 +108,6 @@ def test_a_value_model_starts_from_a_directory_of_its_own():
   assert update.metrics['critic/grad_norm'] > 0
   moved = np.any(state.value.params['scalar_head'] != 0)
   assert moved and state.policy.updates == state.value.updates == 1
-
-
-def _like(path):
-  """Returns changes with which a run has the model of a directory."""
-  sizes = load.read_config(path)
-  names = ('hidden_size', 'intermediate_size', 'num_layers', 'num_heads')
-  names += ('num_kv_heads', 'head_dim')
-  return {'model__path': path} | {
-    f'model__{name}': getattr(sizes, name) for name in names
-  }
 
 
 @pytest.mark.slow
@@ -141,9 +134,7 @@ def test_values_in_a_range_start_in_its_middle_and_learn(backbone, bins):
   np.testing.assert_allclose(
     update.metrics['critic/vf_loss'], np.log(bins), rtol=1e-6
   )
-  after, _ = learner.annotate(
-    state, runs.packed(), reference=learner.reference()
-  )
+  _, after = _annotated(learner, state)
   assert np.ptp(jax.device_get(after.values_BL)[batch.loss_mask_BL]) > 0
 
 
@@ -211,10 +202,7 @@ def test_a_kept_collection_teaches_what_its_batch_taught(bins):
   )
   learner = runs.learner(config)
   replay = value_training.Replay(config, learner.mesh)
-  state = learner.start()
-  batch, _ = learner.annotate(
-    state, runs.packed(), reference=learner.reference()
-  )
+  _, batch = _annotated(learner)
   # So far from the present values, clipping removes nearly all gradients.
   batch = batch.replace(values_BL=batch.values_BL - 5.0)
   replay.add(batch)
@@ -227,8 +215,7 @@ def test_a_kept_collection_teaches_what_its_batch_taught(bins):
     )
     for x in (batch.replace(values_BL=None), kept, batch)
   ]
-  close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-8)
-  jax.tree.map(close, *states[:2])
+  _close(*states[:2])
   assert states[0][0].value.updates == 1
   clipped = [update.metrics['critic/vf_clipfrac'] for _, update in states]
   assert clipped[0] == clipped[1] == 0 < clipped[2]

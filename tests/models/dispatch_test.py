@@ -12,6 +12,7 @@ import pytest
 
 from stppo_jax.models import lora
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
 from tests.models import tiny
 
 B, L, X, E, F = 8, 6, 8, 3, 8
@@ -30,12 +31,10 @@ def _gradient(mesh=None, *, expert_ids=None, options=None, **changes):
   model = dataclasses.replace(model, mesh=mesh, lora=options)
   params = tiny.params(dataclasses.replace(model, mesh=None, lora=None))
   if options is not None:
-    fresh = jax.eval_shape(model.init_adapters, jax.random.key(0))
-    rng = np.random.default_rng(1)
-    adapters = jax.tree.map(lambda x: 0.3 * rng.normal(size=x.shape), fresh)
-    params = model.join_params(
-      params, jax.tree.map(lambda x: x.astype(np.float32), adapters)
-    )
+    params = model.join_params(params, tiny.adapters(model))
+
+  if mesh is not None:
+    params = jax.device_put(params, sharding.param_shardings(params, mesh))
 
   def loss(params):
     outputs = model.token_outputs(
@@ -74,13 +73,17 @@ def test_loss_and_gradients_are_those_of_one_device(axes, skewed):
   ids = _SKEWED if skewed else None
   expected = _gradient(moe='dense', expert_ids=ids)
   mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes)))
-  _assert_close(_gradient(mesh, moe='grouped', expert_ids=ids), expected)
+  found = _gradient(mesh, moe='grouped', remat='full', expert_ids=ids)
+  _assert_close(found, expected)
 
 
 @pytest.mark.slow
-def test_adapters_of_experts_are_those_of_one_device():
+@pytest.mark.parametrize('kind', ['dense', 'grouped'])
+def test_adapters_of_experts_are_those_of_one_device(kind):
   options = lora.Lora(rank=2, alpha=3.0, targets='moe/')
   expected = _gradient(moe='dense', options=options)
-  assert 'lora_a' in expected[1]['layers']['moe']['up_proj']
   mesh = mesh_lib.make_mesh(data=1, fsdp=2, expert=2, tensor=2)
-  _assert_close(_gradient(mesh, moe='grouped', options=options), expected)
+  layout = sharding.param_shardings(expected[1], mesh)
+  spec = layout['layers']['moe']['down_proj']['lora_a'].spec
+  assert tuple(spec) == (None, 'expert', 'tensor')
+  _assert_close(_gradient(mesh, moe=kind, options=options), expected)

@@ -7,6 +7,7 @@ a loop over tiles.
 
 import functools
 import importlib
+import itertools
 import logging
 import warnings
 
@@ -16,7 +17,6 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import attention
-from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import functional
 from stppo_jax.models import heads
 from stppo_jax.models.hf import export
@@ -104,7 +104,19 @@ _CASES = {
   'olmo2_tied': ('olmo2', True, _BIASES | {'rope_scaling': _YARN}),
   'olmo3': ('olmo3', False, _NESTED | {'sliding_window': 90}),
   'olmo3_tied': ('olmo3', True, {'sliding_window': 7}),
+  'qwen2_linear': (
+    'qwen2',
+    True,
+    {'rope_scaling': {'rope_type': 'linear', 'factor': 3.0}},
+  ),
+  'qwen3_moe_normed': (
+    'qwen3_moe',
+    False,
+    {'norm_topk_prob': True, 'num_experts_per_tok': 3},
+  ),
 }
+# Query heads, and those of keys. The cases take turns.
+_HEADS = dict(zip(_CASES, itertools.cycle(((2, 1), (7, 1), (2, 2)))))
 # By the definition, in an unrolled program of two tiles, in a loop over six.
 _LENGTHS = (23, pytest.param(111, marks=pytest.mark.slow), 401)
 
@@ -117,7 +129,7 @@ def _make(directory, case, **options):
   )
   with warnings.catch_warnings():
     warnings.simplefilter('ignore')
-    make_models.save(directory, kind, 2, 1, tied, options)
+    make_models.save(directory, kind, *_HEADS[case], tied, options)
   return _read(directory)
 
 
@@ -182,21 +194,10 @@ def test_reading_from_a_cache_gives_the_logits_of_transformers(case, tmp_path):
   rng = np.random.default_rng(0)
   tokens_BL = rng.integers(0, model.config.vocab_size, (2, 24)).astype(np.int32)
   expected = _expected(tmp_path, tokens_BL)
-  cache = cache_lib.empty(model.config, 8, 8)
-  found = []
   # A window then begins among the recent tokens, in this page or in an earlier.
-  for start in range(0, 24, 6):
-    lengths_B, counts_B = np.full(2, start, np.int32), np.full(2, 6, np.int32)
-    hidden_BCD, cache = tiny.read_on(
-      model,
-      params,
-      tokens_BL[:, start : start + 6],
-      cache,
-      lengths_B,
-      counts_B,
-    )
-    found.append(heads.logits(hidden_BCD, model.output_VD(params)))
-  _assert_close(np.concatenate(found, axis=1), expected)
+  cache = tiny.cache_of(model.config, 8, 8)
+  hidden_BLD, _ = tiny.read_in_chunks(model, params, tokens_BL, cache, 6)
+  _assert_close(heads.logits(hidden_BLD, model.output_VD(params)), expected)
 
 
 def _long_factors(pairs):
@@ -263,21 +264,12 @@ def test_logits_beyond_4096_positions(kind, length, tmp_path):
   ],
 )
 def test_reading_from_a_cache_beyond_4096_positions(kind, tmp_path):
-  length, chunk = 4200, 600
+  length = 4200
   model, params, tokens_BL, expected = _make_long(tmp_path, kind, length)
-  cache = cache_lib.empty(model.config, -(-length // 512), 512)
-  for start in range(0, length, chunk):
-    counts_B = np.array([chunk], np.int32)
-    hidden_BCD, cache = tiny.read_on(
-      model,
-      params,
-      tokens_BL[:, start : start + chunk],
-      cache,
-      np.array([start], np.int32),
-      counts_B,
-    )
-    logits_CV = heads.logits(hidden_BCD, model.output_VD(params))[0]
-    _assert_close(logits_CV, expected[start : start + chunk])
+  cache = tiny.cache_of(model.config, -(-length // 512), 512)
+  hidden_BLD, _ = tiny.read_in_chunks(model, params, tokens_BL, cache, 600)
+  logits_BLV = heads.logits(hidden_BLD, model.output_VD(params))
+  _assert_close(logits_BLV[0], expected)
 
 
 @pytest.mark.parametrize('case', _CASES)

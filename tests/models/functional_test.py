@@ -21,7 +21,7 @@ def test_initial_weights_have_the_right_shapes_and_scales():
     params = model.init(key)
     return params['scalar_head'], params['layers']['q_proj']['kernel']
 
-  head, kernel = fresh(jax.random.key(0))
+  head, kernel = jax.device_get(fresh(jax.random.key(0)))
   # All values are zero at first.
   assert not np.any(head)
   # Layers are stacked, and differ from each other.
@@ -43,11 +43,7 @@ def test_states_that_are_not_wanted_are_not_computed(unrolled, adapted):
   if adapted:
     options = lora.Lora(rank=2, alpha=4.0, targets='layers/.*_proj$')
     model = dataclasses.replace(model, lora=options)
-    adapters = jax.tree.map(
-      lambda x: rng.normal(scale=0.3, size=x.shape).astype(np.float32),
-      jax.device_get(model.init_adapters(jax.random.key(0))),
-    )
-    params = model.join_params(params, adapters)
+    params = model.join_params(params, tiny.adapters(model))
   tokens_BL = rng.integers(0, model.config.vocab_size, (3, 9)).astype(np.int32)
   # The last row has no loss position; 9 is filler.
   positions_BM = np.array([[1, 4, 8], [3, 5, 9], [9, 9, 9]], np.int32)
@@ -88,7 +84,7 @@ def test_values_are_computed_at_loss_positions_only():
   params = tiny.params(model)
   tokens_BL = np.arange(12, dtype=np.int32).reshape(2, 6) % 11
   positions_BM = np.array([[1, 3], [5, 6]], np.int32)
-  values = jax.jit(model.values)
+  values = lambda *x, **rows: jax.device_get(jax.jit(model.values)(*x, **rows))
   whole_BL, _ = values(params, tokens_BL)
   found_BL, _ = values(params, tokens_BL, loss_positions_BM=positions_BM)
   expected_BL = np.zeros((2, 6), np.float32)

@@ -1,4 +1,4 @@
-"""The one next-token shift, on numbers one can check by hand."""
+"""Values of tokens, on numbers one can check by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -9,37 +9,10 @@ from stppo_jax.models import heads
 
 _HIDDEN = np.array([[[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]], np.float32)
 _TOKENS = np.array([[1, 1, 0]], np.int32)
-_SCALAR = np.array([[2.0], [-3.0]], np.float32)
-_OUTPUT = np.array([[0.0, 0.0], [np.log(3.0), np.log(2.0)]], np.float32)
-_logprobs_and_entropy = jax.jit(
-  heads.token_logprobs_and_entropy, static_argnames='temperature'
-)
 _values = jax.jit(heads.token_values, static_argnames='bounds')
 
 
-@pytest.mark.parametrize(('temperature', 'odds'), [(1.0, 3.0), (0.5, 9.0)])
-def test_logprobs_and_entropy_stand_at_their_token(temperature, odds):
-  logprobs_BL, entropy_BL = _logprobs_and_entropy(
-    _HIDDEN, _OUTPUT, _TOKENS, temperature=temperature
-  )
-  logprobs_BL, entropy_BL = np.asarray(logprobs_BL), np.asarray(entropy_BL)
-  # After (1, 0) the odds of token 1 are 3, after (0, 1) they are 2; a
-  # temperature of one half squares both. The last state predicts nothing.
-  second = 2.0 ** (1 / temperature)
-  p = np.array([odds / (1 + odds), second / (1 + second)])
-  np.testing.assert_allclose(
-    logprobs_BL[0], [0.0, np.log(p[0]), np.log(1 - p[1])], atol=1e-6
-  )
-  entropies = -p * np.log(p) - (1 - p) * np.log(1 - p)
-  np.testing.assert_allclose(entropy_BL[0], [0.0, *entropies], atol=1e-6)
-
-
-def test_a_value_uses_the_state_before_its_token():
-  values = _values(_HIDDEN, _SCALAR, _TOKENS)
-  np.testing.assert_array_equal(values.values_BL, [[0.0, 2.0, -3.0]])
-  assert values.logprobs_BLY is None
-
-
+# vocabulary_test.py has log-probabilities and entropies.
 @pytest.mark.parametrize('positions_BM', [None, np.array([[2, 3]])])
 def test_a_categorical_value_is_the_mean_of_its_bins(positions_BM):
   head_DY = np.array([[0.3, -1.0, 2.0], [1.5, 0.0, -0.4]], np.float32)
@@ -61,23 +34,14 @@ def test_a_categorical_value_is_the_mean_of_its_bins(positions_BM):
     np.testing.assert_allclose(values_BL[0, place], wanted, atol=1e-6)
 
 
-def test_everything_is_float32_from_the_logits_on():
-  hidden = _HIDDEN.astype(jnp.bfloat16)
-  arrays = hidden, _OUTPUT, _TOKENS
-  outputs = (
-    jax.eval_shape(heads.logits, hidden, _OUTPUT),
-    *jax.eval_shape(lambda: _logprobs_and_entropy(*arrays, temperature=1.0)),
-    jax.eval_shape(_values, hidden, _SCALAR, _TOKENS).values_BL,
-  )
-  assert all(output.dtype == jnp.float32 for output in outputs)
-
-
 def test_values_are_not_rounded_to_the_dtype_of_the_states():
   rng = np.random.default_rng(0)
   hidden_BLD, scalar_D1 = (
     rng.normal(size=shape).astype(jnp.bfloat16)
     for shape in ((2, 9, 64), (64, 1))
   )
+  logits = jax.eval_shape(heads.logits, hidden_BLD, scalar_D1.T)
+  assert logits.dtype == jnp.float32
   tokens_BL = np.zeros((2, 9), np.int32)
 
   def total(*arrays):
@@ -91,7 +55,9 @@ def test_values_are_not_rounded_to_the_dtype_of_the_states():
   wanted_BL = (
     hidden_BLD[:, :-1].astype(np.float32) @ scalar_D1.astype(np.float32)
   )[..., 0]
+  # A value uses the state before its token.
   np.testing.assert_allclose(values_BL[:, 1:], wanted_BL, rtol=1e-5, atol=1e-5)
+  assert values_BL.dtype == np.float32 and not np.any(values_BL[:, 0])
   assert [x.dtype for x in gradient] == [jnp.bfloat16] * 2
   np.testing.assert_allclose(
     gradient[1][:, 0].astype(np.float32),

@@ -15,17 +15,10 @@ from stppo_jax.models.kernels import live_pages_tpu
 
 _SIZE = live_pages_tpu.PAGE_SIZE
 _N = 6  # pages that a row can have
-_KERNELS = pytest.mark.parametrize('kernel', [live_pages_tpu, live_pages_gpu])
 
 
 def _arrays(
-  dtype,
-  *,
-  queries=5,
-  own=128,
-  lengths=(0, 1, 129, 768),
-  heads=2,
-  size=_SIZE,
+  lengths, *, dtype='float32', queries=5, own=128, heads=2, size=_SIZE
 ):
   """Returns queries, pages, own keys and values, and the pages of rows."""
   rng = np.random.default_rng(0)
@@ -75,84 +68,75 @@ def _reference(
 
 
 @functools.partial(
-  jax.jit,
-  static_argnames=('kernel', 'interpret', 'skips', 'window', 'soft_cap'),
+  jax.jit, static_argnames=('kernel', 'interpret', 'window', 'soft_cap')
 )
-def _planned(arrays, lengths_B, first, *, kernel, interpret, skips, **options):
+def _planned(arrays, lengths_B, first, *, kernel, interpret, **options):
   *arrays, table_BN = arrays
-  window = options.get('window', 0) * skips
+  window = options.get('window', 0)
   work = kernel.plan_work(lengths_B, table_BN, len(arrays[1]), window=window)
   return kernel.attend(*arrays, work, first, interpret=interpret, **options)
 
 
-def _attend(
-  arrays,
-  lengths,
-  first,
-  *,
-  kernel=live_pages_tpu,
-  interpret=True,
-  skips=True,
-  **options,
-):
-  how = dict(kernel=kernel, interpret=interpret, skips=skips, **options)
-  return np.asarray(_planned(arrays, np.array(lengths), first, **how))
+def _attend(arrays, lengths, first, *, kernel=live_pages_tpu, **options):
+  options = dict(kernel=kernel, interpret=True) | options
+  return np.asarray(_planned(arrays, np.array(lengths), first, **options))
 
 
-@_KERNELS
+_SINKS_KR = np.array([[0.5, -1, 3], [9, 0, -5]], np.float32)
+_DECODING = dict(queries=1, own=16)
+_OF_WHOLE_CHUNK = dict(queries=256, own=256)  # whose own keys are all of it
+_EVERY_OPTION = dict(window=7, soft_cap=2.0, sinks_KR=_SINKS_KR)
+
+
+def _slow(*cases):
+  return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 @pytest.mark.parametrize(
-  ('dtype', 'tolerance'),
+  ('kernel', 'first', 'sizes', 'options'),
   [
-    ('float32', 1e-5),
-    pytest.param('bfloat16', 2e-2, marks=pytest.mark.slow),
-  ],
-)
-@pytest.mark.parametrize(
-  ('queries', 'own', 'first'),
-  # Decoding; a short chunk; a chunk whose own keys are all of it.
-  [
-    (1, 16, 9),
-    *(
-      pytest.param(*sizes, marks=pytest.mark.slow)
-      for sizes in ((1, 16, 0), (256, 256, 0))
+    (live_pages_tpu, 9, _DECODING, {}),
+    (live_pages_gpu, 9, _DECODING, {}),
+    (live_pages_tpu, 2, {}, _EVERY_OPTION),
+    (live_pages_gpu, 1, dict(own=20, size=48), dict(window=130)),
+    *_slow(
+      *(
+        (kernel, first, sizes | {'dtype': dtype}, {})
+        for kernel in (live_pages_tpu, live_pages_gpu)
+        for dtype in ('float32', 'bfloat16')
+        for first, sizes in (
+          (9, _DECODING),
+          (0, _DECODING),
+          (0, _OF_WHOLE_CHUNK),
+          (40, {}),
+        )
+      ),
+      *(
+        (kernel, 0, dict(queries=384, own=384, lengths=(300,)), {})
+        for kernel in (live_pages_tpu, live_pages_gpu)
+      ),
+      *(
+        (live_pages_tpu, 2, {}, options)
+        for options in (dict(soft_cap=0.7), dict(sinks_KR=_SINKS_KR))
+      ),
+      *(
+        (kernel, 2, dict(own=own), dict(window=window))
+        for kernel, own in ((live_pages_tpu, 128), (live_pages_gpu, 20))
+        for window in (1, 9, 130, 300, 900)
+      ),
+      (live_pages_gpu, 1, dict(size=16), {}),
     ),
-    (5, 128, 40),
   ],
 )
-def test_a_kernel_equals_loops(kernel, dtype, tolerance, queries, own, first):
-  lengths = 0, 1, 129, 768
-  arrays = _arrays(dtype, queries=queries, own=own, lengths=lengths)
-  found = _attend(arrays, lengths, first, kernel=kernel)
-  assert found.dtype == dtype
-  expected = _reference(arrays, lengths, first)
-  np.testing.assert_allclose(
-    np.asarray(found, np.float64), expected, atol=tolerance
-  )
-
-
-@pytest.mark.parametrize(
-  'options',
-  [
-    *(
-      pytest.param(options, marks=pytest.mark.slow)
-      for options in (
-        {'window': 4},
-        {'window': 300},
-        {'soft_cap': 0.7},
-        {'sinks_KR': np.array([[0.5, -1, 3], [9, 0, -5]], np.float32)},
-      )
-    ),
-    {'window': 7, 'soft_cap': 2.0, 'sinks_KR': np.ones((2, 3), np.float32)},
-  ],
-)
-def test_variants_of_attention_equal_loops(options):
-  lengths = 0, 3, 128, 700
-  arrays = _arrays('float32', lengths=lengths)
-  found = _attend(arrays, lengths, 2, **options)
-  expected = _reference(arrays, lengths, 2, **options)
-  np.testing.assert_allclose(found, expected, atol=1e-5)
-  plain = _attend(arrays, lengths, 2)
-  assert np.abs(plain - found).max() > 1e-2
+def test_a_kernel_equals_loops(kernel, first, sizes, options):
+  size = sizes.get('size', _SIZE)
+  lengths = sizes.get('lengths', (0, 1, size + 1, _N * size))
+  arrays = _arrays(**sizes | {'lengths': lengths})
+  found = _attend(arrays, lengths, first, kernel=kernel, **options)
+  assert found.dtype == arrays[0].dtype
+  expected = _reference(arrays, lengths, first, **options)
+  tolerance = 1e-5 if found.dtype == np.float32 else 2e-2
+  np.testing.assert_allclose(np.float64(found), expected, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -167,56 +151,18 @@ def test_variants_of_attention_equal_loops(options):
 )
 @pytest.mark.slow
 def test_pages_before_a_window_are_not_read(window, entries):
-  lengths = 0, 128, 700
-  arrays = _arrays('float32', lengths=lengths)
-  *pages, table_BN = arrays
-  work = live_pages_tpu.plan_work(
-    np.array(lengths), table_BN, len(pages[1]), window=window
+  table_BN = np.random.default_rng(0).permutation(3 * _N).reshape(3, _N)
+  plan = functools.partial(live_pages_tpu.plan_work, num_pages=3 * _N)
+  work = jax.jit(functools.partial(plan, window=window))(
+    np.array([0, 128, 700]), table_BN.astype(np.int32)
   )
   count = int(work.count_1[0])
-  found = zip(work.rows_E[:count].tolist(), work.firsts_E[:count].tolist())
-  assert list(found) == entries
-  for first in (0, 2):
-    np.testing.assert_allclose(
-      _attend(arrays, lengths, first, window=window),
-      _reference(arrays, lengths, first, window=window),
-      atol=1e-5,
-    )
-  # A plan without the window reads more, and gives the same.
-  np.testing.assert_allclose(
-    _attend(arrays, lengths, 2, window=window, skips=False),
-    _attend(arrays, lengths, 2, window=window),
-    atol=1e-6,
-  )
-
-
-@_KERNELS
-@pytest.mark.slow
-def test_queries_of_many_tiles(kernel):
-  arrays = _arrays('float32', queries=384, own=384, lengths=(300,))
-  found = _attend(arrays, (300,), 0, kernel=kernel)
-  expected = _reference(arrays, (300,), 0)
-  np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-  'window',
-  [130, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 9, 300, 900))],
-)
-def test_a_window_on_a_gpu(window):
-  lengths = 0, 128, 700
-  arrays = _arrays('float32', lengths=lengths, own=20)
-  for first in (0, 2):
-    np.testing.assert_allclose(
-      _attend(arrays, lengths, first, kernel=live_pages_gpu, window=window),
-      _reference(arrays, lengths, first, window=window),
-      atol=1e-5,
-    )
+  assert [*zip(work.rows_E.tolist(), work.firsts_E.tolist())][:count] == entries
 
 
 def test_keys_that_no_query_sees_are_not_read_on_a_gpu():
   lengths = 0, 60, 700
-  *arrays, table_BN = _arrays('float32', lengths=lengths, own=20)
+  *arrays, table_BN = _arrays(lengths, own=20)
   for pages in (1, 2):
     x = arrays[pages]
     x[table_BN[1, 0], :, 64:] = np.nan  # another block than its last token's
@@ -228,18 +174,8 @@ def test_keys_that_no_query_sees_are_not_read_on_a_gpu():
   assert np.isfinite(found).all()
 
 
-@pytest.mark.parametrize('size', [16, 48])
-def test_pages_of_any_multiple_of_16_on_a_gpu(size):
-  assert live_pages_gpu.supports(32, size)
-  lengths = 0, 33, 6 * size
-  arrays = _arrays('float32', lengths=lengths, size=size)
-  found = _attend(arrays, lengths, 1, kernel=live_pages_gpu)
-  expected = _reference(arrays, lengths, 1)
-  np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
 def test_the_kernel_for_gpu_can_be_lowered_without_one():
-  *arrays, table_BN = _arrays('bfloat16', queries=1, own=12, lengths=(0, 300))
+  *arrays, table_BN = _arrays((0, 300), dtype='bfloat16', queries=1, own=12)
   plan = functools.partial(live_pages_gpu.plan_work, num_pages=len(arrays[1]))
   work = jax.eval_shape(plan, np.array([0, 300]), table_BN)
   device = contextlib.nullcontext()
@@ -254,14 +190,15 @@ def test_the_kernel_for_gpu_can_be_lowered_without_one():
   assert 'triton' in lowered.as_text()
 
 
-@pytest.mark.parametrize(('head_dim', 'size'), [(96, 16), (8, 16), (64, 100)])
-def test_sizes_that_a_gpu_cannot_multiply(head_dim, size):
-  assert not live_pages_gpu.supports(head_dim, size)
+def test_sizes_that_a_gpu_can_multiply():
+  assert live_pages_gpu.supports(32, 16) and live_pages_gpu.supports(32, 48)
+  for head_dim, size in ((96, 16), (8, 16), (64, 100)):
+    assert not live_pages_gpu.supports(head_dim, size)
 
 
 @pytest.mark.slow
 def test_a_tile_may_be_as_long_as_the_own_tokens():
-  arrays = _arrays('float32', queries=128, lengths=(200,), heads=8)
+  arrays = _arrays((200,), queries=128, heads=8)
   # This mode raises if a block is outside of its array.
   with pltpu.force_tpu_interpret_mode():
     found = _attend(arrays, (200,), 0, interpret=False)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import functional
 from stppo_jax.models import heads
 from stppo_jax.models.hf import export
@@ -49,18 +48,22 @@ def _golden(directory):
   return dict(np.load(directory / 'logits.npz'))
 
 
-# Tied weights are another output matrix only.
-@pytest.mark.parametrize(
-  'name',
-  [
-    pytest.param(
-      name,
-      marks=pytest.mark.slow
-      if name in ('qwen3_tied', 'llama_tied', 'qwen3_moe_tied')
-      else (),
-    )
-    for name in _NAMES
-  ],
+def _named(*fast):
+  """Gives a test each name, and runs the others in `make test-slow` only."""
+  return pytest.mark.parametrize(
+    'name',
+    [
+      pytest.param(name, marks=() if name in fast else pytest.mark.slow)
+      for name in _NAMES
+    ],
+  )
+
+
+# Tied weights are another output matrix only. The mixture normalises queries
+# and keys like Qwen3, and Gemma 3 has windows like Mistral.
+@_named(
+  *('qwen2_untied', 'qwen3_moe_mixed', 'llama_untied', 'phi3_untied'),
+  *('gemma3_text_tied', 'olmo3_untied'),
 )
 def test_logits_and_routing_equal_those_of_transformers(name):
   directory, config, params = _load(name)
@@ -82,43 +85,17 @@ def test_logits_and_routing_equal_those_of_transformers(name):
     assert len(np.unique(expert_ids)) == config.num_experts
 
 
-@pytest.mark.parametrize(
-  'name',
-  [
-    'qwen2_untied',
-    # Normalised queries and keys, which the mixture has too.
-    pytest.param('qwen3_untied', marks=pytest.mark.slow),
-    pytest.param('llama_untied', marks=pytest.mark.slow),
-    pytest.param('qwen3_moe_untied', marks=pytest.mark.slow),
-    'qwen3_moe_mixed',
-    # A part of each head is rotated; windows in all layers and in some.
-    pytest.param('phi3_untied', marks=pytest.mark.slow),
-    pytest.param('mistral_untied', marks=pytest.mark.slow),
-    'gemma3_text_tied',
-    pytest.param('olmo3_untied', marks=pytest.mark.slow),
-  ],
-)
+# cache_test.py and routing_test.py read other models from a cache.
+@_named('gemma3_text_tied')  # windows in some layers
 def test_decoding_from_a_cache_gives_the_same_logits(name):
   directory, config, params = _load(name)
   golden = _golden(directory)
-  tokens_BL = golden['tokens_BL'].astype(np.int32)
-  B, L = tokens_BL.shape
+  B, L = golden['tokens_BL'].shape
   model = functional.Model(config, 'vocabulary')
-  cache = jax.tree.map(
-    lambda x: np.zeros(x.shape, x.dtype),
-    jax.eval_shape(lambda: cache_lib.empty(config, 2 * B, -(-L // 2))),
+  cache = tiny.cache_of(config, 2 * B, -(-L // 2))
+  hidden_BLD, _ = tiny.read_in_chunks(
+    model, params, golden['tokens_BL'], cache, 5
   )
-  hidden = []
-  for start in range(0, L, 5):
-    count = min(5, L - start)
-    tokens_BC = np.zeros((B, 5), np.int32)
-    tokens_BC[:, :count] = tokens_BL[:, start : start + count]
-    lengths_B, counts_B = (np.full(B, n, np.int32) for n in (start, count))
-    hidden_BCD, cache = tiny.read_on(
-      model, params, tokens_BC, cache, lengths_B, counts_B
-    )
-    hidden.append(np.asarray(hidden_BCD)[:, :count])
-  hidden_BLD = np.concatenate(hidden, axis=1)
   logits_BLV = hidden_BLD @ np.asarray(model.output_VD(params)).T
   np.testing.assert_allclose(logits_BLV, golden['logits_BLV'], atol=1e-4)
 

@@ -40,14 +40,7 @@ def _gradient(name, unrolled=1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ('name', 'unrolled'),
-  [
-    # Keeps what a policy names.
-    pytest.param('dots', 1, marks=pytest.mark.slow),
-    ('full', 2),  # keeps nothing; one layer after another
-    pytest.param('all_dots', 1, marks=pytest.mark.slow),
-    pytest.param('full', 1, marks=pytest.mark.slow),
-  ],
+  ('name', 'unrolled'), [('dots', 1), ('all_dots', 1), ('full', 1), ('full', 2)]
 )
 def test_gradients_do_not_depend_on_policy_and_unrolling(name, unrolled):
   plain = _gradient('none')

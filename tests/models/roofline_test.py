@@ -23,21 +23,21 @@ _ROW = re.compile(
   r'\| (\w+) (v\S+) \| [\d, ]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) '
   r'\| (\d+) \|'
 )
-_COMPILED = {
-  f'{model}@{chips}': tuple(map(float, numbers))
-  for model, chips, *numbers in _ROW.findall(_PAGE.read_text('utf-8'))
-}
-
-
 _VERDICT = re.compile(
   r'^\| (\w+) (v\S+) \|.*\| ([\d.]+) / ([\d.]+) \| ([a-z ]+) / ([a-z ]+) \|$',
   re.M,
 )
-# Pair -> GiB and verdict of the compiler, and of the formulas.
-_VERDICTS = {
-  f'{model}@{chips}': found
-  for model, chips, *found in _VERDICT.findall(_PAGE.read_text('utf-8'))
-}
+
+
+def _table(row):
+  """Returns what stands in rows of this form, for each model and slice."""
+  rows = row.findall(_PAGE.read_text('utf-8'))
+  return {f'{model}@{chips}': found for model, chips, *found in rows}
+
+
+_COMPILED = _table(_ROW)
+# GiB and verdict of the compiler, and of the formulas.
+_VERDICTS = _table(_VERDICT)
 
 # GiB at the peak of an update, with its arguments, by libtpu 0.0.42.
 _PEAKS = {
@@ -47,6 +47,7 @@ _PEAKS = {
 }
 
 
+@functools.cache
 def _plan(name):
   return plan_lib.make(
     slices.config(name),
@@ -66,7 +67,7 @@ def test_the_estimate_of_an_update_is_its_peak(name):
 
 @pytest.mark.parametrize('name', _COMPILED)
 def test_formulas_agree_with_compiled_programs(name):
-  state, _, _, sent, products = _COMPILED[name]
+  state, _, _, sent, products = map(float, _COMPILED[name])
   plan = _plan(name)
   held = sum(x for n, x in plan.held.sizes.items() if 'engine' not in n)
   assert held / _GIB == pytest.approx(state, abs=0.06)  # as it is printed
@@ -102,13 +103,8 @@ def test_the_table_has_a_verdict_of_every_pair():
   assert _VERDICTS.keys() == slices.SETTINGS.keys()
 
 
-@functools.cache
-def _plan_of_one_host():
-  return _plan('qwen2_5_1_5b@v5e:2x4')
-
-
 def _work(**changes):
-  return dataclasses.replace(_plan_of_one_host().work, **changes)
+  return dataclasses.replace(_plan('qwen2_5_1_5b@v5e:2x4').work, **changes)
 
 
 def _phases(name='v5e:2x4', **changes):

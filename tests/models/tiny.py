@@ -74,12 +74,34 @@ def _shapes(model):
   return jax.eval_shape(model.init, jax.random.key(0))
 
 
+@functools.cache
+def _adapter_shapes(model):
+  return jax.eval_shape(model.init_adapters, jax.random.key(0))
+
+
 def params(model: functional.Model, seed: int = 0, scale: float = 0.4):
   """Returns normal weights, also of biases and heads, without compiling."""
   rng = np.random.default_rng(seed)
   return jax.tree.map(
     lambda s: (scale * rng.standard_normal(s.shape)).astype(np.float32),
     _shapes(model),
+  )
+
+
+def adapters(model: functional.Model, scale: float = 0.3):
+  """Returns normal adapters, also those that are zero at first."""
+  rng = np.random.default_rng(5)
+  return jax.tree.map(
+    lambda s: (scale * rng.standard_normal(s.shape)).astype(np.float32),
+    _adapter_shapes(model),
+  )
+
+
+def cache_of(config, pages: int, size: int, content: float = 0):
+  """Returns a cache with the same number everywhere, without compiling."""
+  return jax.tree.map(
+    lambda s: np.full(s.shape, content, s.dtype),
+    jax.eval_shape(lambda: cache_lib.empty(config, pages, size)),
   )
 
 
@@ -118,6 +140,25 @@ def read_on(
   )
   stored = cache_lib.store(cache, recent, table_BN, lengths_B, counts_B)
   return hidden_BCD, stored
+
+
+def read_in_chunks(model, params, tokens_BL, cache, size):
+  """Returns hidden states of tokens that are read on from an empty cache.
+
+  Also returns the cache with all of them.
+  """
+  B, L = tokens_BL.shape
+  found = []
+  for start in range(0, L, size):
+    count = min(size, L - start)
+    tokens_BC = np.zeros((B, size), np.int32)
+    tokens_BC[:, :count] = tokens_BL[:, start : start + count]
+    lengths_B, counts_B = (np.full(B, n, np.int32) for n in (start, count))
+    hidden_BCD, cache = read_on(
+      model, params, tokens_BC, cache, lengths_B, counts_B
+    )
+    found.append(np.asarray(hidden_BCD)[:, :count])
+  return np.concatenate(found, axis=1), cache
 
 
 def split_layers(model: functional.Model, params):

@@ -1,4 +1,4 @@
-"""The decoder: padding, positions, rematerialisation, and its embedding."""
+"""The decoder: positions, rematerialisation, and its embedding."""
 
 import re
 
@@ -12,42 +12,29 @@ from stppo_jax.models import transformer
 from stppo_jax.parallel import mesh as mesh_lib
 from tests.models import tiny
 
-_B, _L = 3, 14
+_L = 14
 
 
-def _tokens(seed=0, shape=(_B, _L)):
-  return np.random.default_rng(seed).integers(0, 11, shape).astype(np.int32)
+def _tokens(shape=(3, _L)):
+  return np.random.default_rng(0).integers(0, 11, shape).astype(np.int32)
 
 
-def test_later_tokens_do_not_change_earlier_states():
-  model = tiny.model()
-  params, tokens_BL = tiny.params(model), _tokens()
-  lengths_B = np.array([5, 9, _L])
-  padding_BL = np.arange(_L)[None] >= lengths_B[:, None]
-  padded_BL = np.where(padding_BL, _tokens(7), tokens_BL).astype(np.int32)
-  whole_BLD, padded_BLD = (
-    np.asarray(tiny.hidden(model)(params, x)) for x in (tokens_BL, padded_BL)
-  )
-  np.testing.assert_array_equal(whole_BLD[~padding_BL], padded_BLD[~padding_BL])
-  assert not np.allclose(whole_BLD[padding_BL], padded_BLD[padding_BL])
-
-
-def test_layers_are_rematerialised_and_unrolled_as_configured():
-  tokens_BL = _tokens()
-
+def test_a_program_is_rematerialised_and_unrolled_as_configured():
   def program(**runtime):
     model = tiny.model(**runtime)
-    return str(jax.make_jaxpr(model.hidden)(tiny.params(model), tokens_BL))
+    return str(jax.make_jaxpr(model.hidden)(tiny.params(model), _tokens()))
 
-  assert 'remat' not in program() and 'unroll=1' in program()
-  assert 'remat' in program(remat='full')
-  assert 'unroll=2' in program(scan_unroll=2)
+  plain, other = program(), program(remat='full', scan_unroll=2)
+  assert 'remat' not in plain and 'unroll=1' in plain
+  assert 'remat' in other and 'unroll=2' in other
+  # Positions are not repeated for every row.
+  assert re.findall(r'f32\[([\d,]+)\] = cos ', plain) == [f'1,{_L},1,4']
 
 
 @pytest.mark.parametrize('axes', [(1, 1, 1), (2, 2, 2)])
 def test_gradients_of_a_frequent_token_add_up_in_float32(axes):
   rng = np.random.default_rng(0)
-  tokens_BL = _tokens(shape=(8, 512))
+  tokens_BL = _tokens((8, 512))
   tokens_BL[rng.random(tokens_BL.shape) < 0.6] = 4
   config = tiny.model(vocab_size=16, dtype='bfloat16').config
   mesh = mesh_lib.make_mesh(
@@ -76,10 +63,3 @@ def test_gradients_of_a_frequent_token_add_up_in_float32(axes):
   np.testing.assert_allclose(
     found_VD.astype(np.float64), wanted_VD, rtol=rtol, atol=1e-2
   )
-
-
-def test_positions_are_not_repeated_for_every_row():
-  model = tiny.model()
-  program = str(jax.make_jaxpr(model.hidden)(tiny.params(model), _tokens()))
-  shapes = re.findall(r'f32\[([\d,]+)\] = cos ', program)
-  assert shapes == [f'1,{_L},1,{model.config.head_dim // 2}']

@@ -37,20 +37,12 @@ def _arguments(entries=_V, rows=_B):
 def _total(kind, mesh, hidden, output, tokens, positions):
   """Returns a sum that weighs every token, for either function."""
   options = {'temperature': 0.7, 'chunk': _CHUNK, 'mesh': mesh}
+  options['loss_positions_BM'] = positions
   if kind == 'entropy':
-    found = heads.token_logprobs_and_entropy(
-      hidden, output, tokens, loss_positions_BM=positions, **options
-    )
+    found = heads.token_logprobs_and_entropy(hidden, output, tokens, **options)
   else:
-    found = heads.token_divergence(
-      hidden,
-      output,
-      0.5 - hidden,
-      output,
-      tokens,
-      loss_positions_BM=positions,
-      **options,
-    )
+    models = hidden, output, 0.5 - hidden, output
+    found = heads.token_divergence(*models, tokens, **options)
   weights_L = jnp.cos(jnp.arange(_L))[None]
   weighted = [(n + 1) * weights_L * x_BL for n, x_BL in enumerate(found)]
   return sum(jnp.sum(x) for x in weighted), found
@@ -115,9 +107,14 @@ def _assert_same(actual, expected):
   ('kind', 'axes'),
   [
     ('entropy', (2, 2, 2)),
-    pytest.param('divergence', (1, 1, 8), marks=pytest.mark.slow),
-    pytest.param('entropy', (1, 1, 8), marks=pytest.mark.slow),
-    pytest.param('divergence', (2, 2, 2), marks=pytest.mark.slow),
+    *(
+      pytest.param(kind, axes, marks=pytest.mark.slow)
+      for kind, axes in (
+        ('divergence', (1, 1, 8)),
+        ('entropy', (1, 1, 8)),
+        ('divergence', (2, 2, 2)),
+      )
+    ),
   ],
 )
 def test_many_devices_equal_one(kind, axes):
@@ -125,7 +122,10 @@ def test_many_devices_equal_one(kind, axes):
   _assert_same(found, _jitted(kind, None)(*_arguments()))
 
 
-@pytest.mark.parametrize(('entries', 'rows'), [(511, _B), (_V, 3)])
+@pytest.mark.parametrize(
+  ('entries', 'rows'),
+  [(511, _B), pytest.param(_V, 3, marks=pytest.mark.slow)],
+)
 def test_dimensions_that_an_axis_does_not_divide_are_replicated(entries, rows):
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   arguments = _arguments(entries, rows)

@@ -19,7 +19,6 @@ _POSITIONS = np.array(
 )
 _ASKED = np.zeros((_B, _L), bool)
 _ASKED[0, [1, 2, 3, 5, 8]] = _ASKED[2, 8] = True
-_EVERYWHERE = np.arange(_L) > 0
 
 
 def _arguments():
@@ -28,6 +27,11 @@ def _arguments():
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
   tokens = rng.integers(0, _V, (_B, _L)).astype(np.int32)
   return draw(_B, _L, _D), draw(_V, _D), tokens, draw(_B, _L), draw(_B, _L)
+
+
+def _asked(asks):
+  """Returns at which tokens there are results; without positions at most."""
+  return _ASKED if asks else np.tile(np.arange(_L) > 0, (_B, 1))
 
 
 def _twin(hidden, output, tokens, asked):
@@ -59,40 +63,57 @@ def _value_and_gradient(chunk, asks):
   return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
 
 
+@functools.cache
+def _differences(asks):
+  """Returns places and the twin's differences, of states and of the matrix."""
+  hidden, output, tokens, *of = _arguments()
+
+  def total(*arrays):
+    found = _twin(*arrays, tokens, _asked(asks))
+    return sum(np.sum(o * x) for o, x in zip(of, found, strict=True))
+
+  def differences(arrays, number, places):
+    by = []
+    for slot in places:
+      up, down = (list(map(np.float64, arrays)) for _ in range(2))
+      up[number][slot] += 1e-6
+      down[number][slot] -= 1e-6
+      by.append((total(*up) - total(*down)) / 2e-6)
+    return tuple(np.transpose(places)), by
+
+  places = [(0, 0, 1), (0, 4, 3), (0, 7, 0), (2, 7, 2), (1, 3, 0)]
+  of_matrix = list(np.ndindex(_V, _D))
+  arrays = hidden, output
+  return differences(arrays, 0, places), differences(arrays, 1, of_matrix)
+
+
 # All tokens at once, one of a row, chunks that do and do not fill the last one,
 # and more than there are; at loss positions and everywhere.
 @pytest.mark.parametrize(
   ('chunk', 'asks'),
-  [(0, True), (1, False), (6, True), (11, False), (15, True), (192, False)],
+  [
+    (0, True),
+    (6, True),
+    (11, False),
+    (192, False),
+    *(
+      pytest.param(*case, marks=pytest.mark.slow)
+      for case in ((1, False), (15, True))
+    ),
+  ],
 )
 def test_results_and_gradients_equal_a_float64_loop(chunk, asks):
   arguments = _arguments()
-  hidden, output, tokens, *of = arguments
-  asked = _ASKED if asks else np.broadcast_to(_EVERYWHERE, _ASKED.shape)
   (_, found), gradients = jax.device_get(
     _value_and_gradient(chunk, asks)(*arguments, _POSITIONS)
   )
-  expected = _twin(hidden, output, tokens, asked)
+  expected = _twin(*arguments[:3], _asked(asks))
   for x, e in zip(found, expected, strict=True):
     assert x.dtype == jnp.float32
     np.testing.assert_allclose(x, e, atol=2e-6)
-    assert not np.any(x[~asked])
-
-  def total(hidden, output):
-    found = _twin(hidden, output, tokens, asked)
-    return sum(np.sum(o * x) for o, x in zip(of, found, strict=True))
-
-  places = [(0, 0, 1), (0, 4, 3), (0, 7, 0), (2, 7, 2), (1, 3, 0)]
-  for slot in places:
-    step = np.zeros(hidden.shape)
-    step[slot] = 1e-6
-    by = total(hidden + step, output) - total(hidden - step, output)
-    np.testing.assert_allclose(gradients[0][slot], by / 2e-6, atol=1e-5)
-  for slot in np.ndindex(_V, _D):
-    step = np.zeros(output.shape)
-    step[slot] = 1e-6
-    by = total(hidden, output + step) - total(hidden, output - step)
-    np.testing.assert_allclose(gradients[1][slot], by / 2e-6, atol=1e-5)
+    assert not np.any(x[~_asked(asks)])
+  for gradient, (places, differences) in zip(gradients, _differences(asks)):
+    np.testing.assert_allclose(gradient[places], differences, atol=1e-5)
 
 
 @pytest.mark.parametrize('chunk', [0, 2 * _B])
@@ -142,25 +163,22 @@ def test_products_take_the_dtype_of_the_states():
     np.testing.assert_allclose(np.float32(x), e, atol=2e-2 * np.abs(e).max())
 
 
-def test_logits_of_all_tokens_are_never_formed():
+@pytest.mark.parametrize('kind', ['entropy', 'divergence'])
+def test_logits_of_all_tokens_are_never_formed(kind):
   B, L, M, D, V, chunk = 4, 64, 32, 8, 512, 16
   draw = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
   ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  function, models = {
+    'entropy': (heads.token_logprobs_and_entropy, 1),
+    'divergence': (heads.token_divergence, 2),
+  }[kind]
 
-  def total(hidden, output, tokens, positions):
-    found = heads.token_logprobs_and_entropy(
-      hidden,
-      output,
-      tokens,
-      loss_positions_BM=positions,
-      temperature=1.0,
-      chunk=chunk,
-    )
-    return sum(jnp.sum(x) for x in found)
+  def total(hidden, output, *rest):
+    *rest, positions = rest
+    options = dict(temperature=1.0, chunk=chunk, loss_positions_BM=positions)
+    return sum(map(jnp.sum, function(hidden, output, *rest, **options)))
 
-  program = (
-    jax.jit(jax.grad(total, (0, 1)))
-    .lower(draw(B, L, D), draw(V, D), ints(B, L), ints(B, M))
-    .compile()
-  )
+  arrays = (draw(B, L, D), draw(V, D)) * models
+  gradient = jax.jit(jax.grad(total, (0, 1)))
+  program = gradient.lower(*arrays, ints(B, L), ints(B, M)).compile()
   assert shapes.largest(program) == chunk * V  # one chunk and no more

@@ -249,19 +249,24 @@ def test_a_place_is_taken_once(stranded):
   assert any('cannot listen' in text for text in texts)
 
 
+_MUST_BE_BELOW = 'must be below the number of processes of the '
+
+
 @pytest.mark.parametrize(
-  'flags, line',
+  ('flags', 'collectors', 'line'),
   [
-    (('h:1', 2, -1), '--process_id: missing'),
-    (('h', 2, 0), '--coordinator=h: must be'),
-    (('h:x', 2, 0), '--coordinator=h:x: must be'),
-    (('h:1', 2, 2), '--process_id=2: must be'),
+    (('h:1', 2, -1), 0, '--process_id: missing'),
+    (('h', 2, 0), 0, '--coordinator=h: must be'),
+    (('h:x', 2, 0), 0, '--coordinator=h:x: must be'),
+    (('h:1', 2, 2), 0, '--process_id=2: must be'),
+    # One host must learn.
+    (('h:1', 2, 0), 2, f'mesh.collectors=2: {_MUST_BE_BELOW}'),
+    (('h:1', 1, 0), 1, f'mesh.collectors=1: {_MUST_BE_BELOW}'),
   ],
 )
-def test_flags_are_checked(flags, line):
-  with pytest.raises(ValueError) as error:
-    distributed.place(*flags)
-  assert str(error.value).startswith(line)
+def test_flags_are_checked(flags, collectors, line):
+  with pytest.raises(ValueError, match=f'^{line}'):
+    distributed.place(*flags, collectors=collectors)
 
 
 def test_hosts_of_a_role_agree_without_the_others():
@@ -274,42 +279,18 @@ def test_hosts_of_a_role_agree_without_the_others():
       words += [group.exchange('word', n) for n in range(2)]
     gathered = group.gather('word', hosts.index)
     assert hosts.exchange('word', 1) == [1] * 5
-    return group.describe(0), group.share(6), words, gathered
+    return group.describe(0), words, group.share(6), gathered
 
-  learning, collecting = ', which learns', ', which collects'
-  assert _in_threads(5, body, collectors=3) == [
-    *(
-      (
-        f'host 0 ({_NAME}{learning})',
-        slice(3 * n, 3 * n + 3),
-        [['0', '1'], [0, 0], [1, 1]],
-        None if n else [0, 1],
-      )
-      for n in range(2)
-    ),
-    *(
-      (
-        f'host 2 ({_NAME}{collecting})',
-        slice(2 * n, 2 * n + 2),
-        [['2', '3', '4']],
-        None if n else [2, 3, 4],
-      )
-      for n in range(3)
-    ),
-  ]
-
-
-@pytest.mark.parametrize(
-  ('count', 'collectors', 'line'),
-  [
-    (2, 2, 'mesh.collectors=2: must be below the number of processes of the '),
-    (1, 1, 'mesh.collectors=1: must be below the number of processes of the '),
-  ],
-)
-def test_one_host_must_learn(count, collectors, line):
-  with pytest.raises(ValueError) as error:
-    distributed.place('h:1', count, 0, collectors=collectors)
-  assert str(error.value).startswith(line)
+  hosts = _in_threads(5, body, collectors=3)
+  for first, count, role, words in (
+    (0, 2, 'learns', [['0', '1'], [0, 0], [1, 1]]),
+    (2, 3, 'collects', [['2', '3', '4']]),
+  ):
+    for n, found in enumerate(hosts[first : first + count]):
+      rows = slice(6 // count * n, 6 // count * (n + 1))
+      gathered = None if n else list(range(first, first + count))
+      name = f'host {first} ({_NAME}, which {role})'
+      assert found == (name, words, rows, gathered)
 
 
 def test_flags_give_a_place(monkeypatch):
@@ -335,11 +316,7 @@ def test_flags_give_a_place(monkeypatch):
 def test_a_host_that_is_lost_is_named_and_may_come_back_later():
   async def run():
     coordinator = coordinator_lib.Coordinator(
-      address='here',
-      count=2,
-      jax_port=1,
-      start_timeout=60,
-      patience=60,
+      address='here', count=2, jax_port=1, start_timeout=60, patience=60
     )
     port = int(_address().rpartition(':')[2])
     await coordinator.start('127.0.0.1', port)

@@ -106,6 +106,12 @@ def _sizes(x):
   return [one.shape for one in x] if isinstance(x, tuple) else x.shape
 
 
+def _dialogues(engine):
+  return tiny_engine.run_dialogues(
+    engine, tiny_engine.prompts(4), tiny_engine.keys(4)
+  )
+
+
 @pytest.mark.parametrize(('devices', 'tensor'), [(1, 1), (2, 2)])
 @pytest.mark.slow
 def test_an_engine_with_cut_weights_samples_the_same_tokens(
@@ -120,11 +126,7 @@ def test_an_engine_with_cut_weights_samples_the_same_tokens(
     engine, (driver,) = tiny_engine.new_engine(
       devices, tensor=tensor, model=model
     )
-    found.append(
-      tiny_engine.run_dialogues(
-        engine, tiny_engine.prompts(4), tiny_engine.keys(4)
-      )
-    )
+    found.append(_dialogues(engine))
     kernel = driver.programs.weights.params['layers'][1]['up_proj']['kernel']
     assert isinstance(kernel, tuple) == bool(most)
   for row, dialogue in found[0].items():
@@ -136,21 +138,15 @@ def test_adapters_are_published_again_beside_a_base_that_was_cut(monkeypatch):
   lora = lora_lib.Lora(rank=2, alpha=8.0, targets='(q|down)_proj$')
   model = dataclasses.replace(tiny_engine.MODEL, lora=lora)
   base = jax.tree.map(jnp.asarray, tiny_engine.PARAMS)
-  drawn = model.init_adapters(jax.random.key(0))
   found = []
   for most in ({}, {'cpu': _MOST}):
     monkeypatch.setattr(pieces, 'MOST_BYTES', most)
     engine, _ = tiny_engine.new_engine(model=model)
     for number in range(2):
-      draw = functools.partial(jax.random.normal, jax.random.key(number))
-      adapters = jax.tree.map(lambda x, draw=draw: draw(x.shape), drawn)
+      adapters = jax.tree.map(jnp.asarray, tiny.adapters(model, number + 1.0))
       engine.publish(adapters, number, base=base)
       assert not any(x.is_deleted() for x in jax.tree.leaves((base, adapters)))
-      found.append(
-        tiny_engine.run_dialogues(
-          engine, tiny_engine.prompts(4), tiny_engine.keys(4)
-        )
-      )
+      found.append(_dialogues(engine))
   for whole, cut in zip(found[:2], found[2:]):
     for row, dialogue in whole.items():
       tiny_engine.assert_same(cut[row], dialogue)

@@ -61,6 +61,19 @@ def _cut(params):
   return {**params, 'layers': tuple(layer(n) for n in range(_LAYERS))}
 
 
+def _published(placement, params):
+  """Returns weights of decoding, which equal those of training."""
+  published = publish.Publisher(placement, _copied, places=_PLACES)(params)
+  jax.tree.map(np.testing.assert_array_equal, published, _cut(params))
+  meshes = {x.sharding.mesh for x in jax.tree.leaves(published)}
+  assert meshes == {placement.mesh}
+  return published
+
+
+def _shard(x):
+  return x.sharding.shard_shape(x.shape)
+
+
 # What is sent differs by the layout, and is read from every program below.
 @pytest.mark.parametrize(
   'layout',
@@ -71,23 +84,15 @@ def _cut(params):
 )
 def test_published_weights_equal_the_trained_ones(layout):
   placement = _placement(*layout)
-  params = _params(placement.training)
-  published = publish.Publisher(placement, _copied, places=_PLACES)(params)
+  published = _published(placement, _params(placement.training))
   decoding = layout[-1]
-  assert placement.mesh.shape == {
-    'data': 8 // decoding,
-    'fsdp': 1,
-    'expert': 1,
-    'tensor': decoding,
-  }
-  jax.tree.map(np.testing.assert_array_equal, published, _cut(params))
-  embedding, layer = published['embedding'], published['layers'][1]
-  shard = lambda x: x.sharding.shard_shape(x.shape)
-  assert embedding.sharding.mesh == placement.mesh
-  assert shard(embedding) == (32 // decoding, 64)
-  assert shard(layer['q_proj']['kernel']) == (64, 32 // decoding)
-  assert shard(layer['down_proj']['kernel']) == (96 // decoding, 64)
-  assert shard(layer['mlp_norm']['scale']) == (64,)
+  assert placement.mesh.axis_names == mesh_lib.AXES
+  assert placement.mesh.devices.shape == (8 // decoding, 1, 1, decoding)
+  layer = published['layers'][1]
+  assert _shard(published['embedding']) == (32 // decoding, 64)
+  assert _shard(layer['q_proj']['kernel']) == (64, 32 // decoding)
+  assert _shard(layer['down_proj']['kernel']) == (96 // decoding, 64)
+  assert _shard(layer['mlp_norm']['scale']) == (64,)
 
 
 @pytest.mark.parametrize(('fsdp', 'decoding'), [(4, 2), (4, 1), (1, 1)])
@@ -95,13 +100,10 @@ def test_devices_that_only_collect_get_the_weights(fsdp, decoding):
   devices = jax.devices()
   mesh = mesh_lib.make_mesh(data=1, fsdp=fsdp, tensor=1, devices=devices[:fsdp])
   placement = publish.Placement(mesh, decoding, tuple(devices[4:]))
-  params = _params(mesh)
-  published = publish.Publisher(placement, _copied, places=_PLACES)(params)
-  jax.tree.map(np.testing.assert_array_equal, published, _cut(params))
-  kernel = published['layers'][1]['q_proj']['kernel']
-  assert kernel.sharding.mesh == placement.mesh
+  published = _published(placement, _params(mesh))
   assert placement.mesh.devices.flatten().tolist() == devices[4:]
-  assert kernel.sharding.shard_shape(kernel.shape) == (64, 32 // decoding)
+  kernel = published['layers'][1]['q_proj']['kernel']
+  assert _shard(kernel) == (64, 32 // decoding)
 
 
 @pytest.mark.parametrize('layout', _LAYOUTS)
@@ -159,11 +161,10 @@ def test_experts_of_all_devices_are_published(layout):
   params = jax.device_put(
     params, sharding.param_shardings(params, placement.training)
   )
-  publisher = publish.Publisher(placement, _copied, places=_PLACES)
-  published = publisher(params)
-  jax.tree.map(np.testing.assert_array_equal, published, _cut(params))
+  published = _published(placement, params)
   down = published['layers'][1]['moe']['down_proj']['kernel']
-  assert down.sharding.shard_shape(down.shape) == (8, 32 // decoding, 64)
+  assert _shard(down) == (8, 32 // decoding, 64)
+  publisher = publish.Publisher(placement, _copied, places=_PLACES)
   copy, _ = publisher.program(params)
   text = copy.lower(params, 0).compile().as_text()
   # The formula of docs/sharding.md; the mesh cuts weights over `parts`.

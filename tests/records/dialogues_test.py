@@ -2,8 +2,6 @@
 
 import re
 
-from hypothesis import given
-from hypothesis import strategies as st
 import pytest
 
 from stppo_jax import streams
@@ -74,15 +72,3 @@ def test_colour_only_adds_colour():
 )
 def test_hidden_characters_are_shown(text, expected):
   assert streams.escape(text) == expected
-
-
-@given(st.text())
-@pytest.mark.slow
-def test_nothing_unprintable_is_left(text):
-  record = _RECORD | {'turns': [
-      {'text': text, 'observation': text, 'action': 'invalid'}
-  ]}  # fmt: skip
-  shown = dialogues.render(record, colour=False)
-  assert all(c == '\n' or c == ' ' or not c.isspace() for c in shown if c < '~')
-  assert '\x1b' not in shown and '\r' not in shown
-  assert all(line[0] in '?.><=' for line in shown.splitlines())

@@ -49,10 +49,9 @@ def test_trailing_mean_by_hand():
 
 
 def test_the_curves_are_the_metrics(tmp_path):
-  path, png = tmp_path / 'metrics.jsonl', tmp_path / 'curve.png'
+  path = tmp_path / 'metrics.jsonl'
   _write(path, _rows(10))
   title = 'quickstart: st_ppo, seed 3'
-  plots.learning_curve(path, png, title=title)
   page = plots.draw(path, title=title)
   assert page.get_suptitle() == title
   lines = {
@@ -66,8 +65,6 @@ def test_the_curves_are_the_metrics(tmp_path):
   np.testing.assert_allclose(lines['turn ratio'][:, 1], 0.3)
   np.testing.assert_allclose(lines['to the sampling policy'][2], [3, 0.03])
   assert 'to the reference' not in lines
-  assert image.imread(png).shape == (1280, 1200, 4)
-  assert [p.name for p in tmp_path.glob('curve*')] == ['curve.png']
 
 
 def test_few_metrics_still_draw_and_none_are_an_error(tmp_path):
@@ -77,4 +74,5 @@ def test_few_metrics_still_draw_and_none_are_an_error(tmp_path):
     plots.learning_curve(path, png)
   _write(path, [{'step': 1, 'critic/score/mean': None}])
   plots.learning_curve(path, png, title='$\\frac$')
-  assert png.stat().st_size > 0
+  assert image.imread(png).shape == (1280, 1200, 4)
+  assert [p.name for p in tmp_path.glob('curve*')] == ['curve.png']

@@ -18,7 +18,7 @@ def _measure(trajectories):
   return trajectory_metrics.measure(trajectories, search.SearchEnvironment)
 
 
-def _turn(text, observation, action, reward=0.0):
+def _turn(text, observation, action, reward=0.0, truncated=None):
   letters = dialogues.Letters()
   ids = letters.encode_text(text)
   return types.Turn(
@@ -27,6 +27,7 @@ def _turn(text, observation, action, reward=0.0):
     letters.encode_text(observation),
     action,
     reward,
+    truncated_logprobs=None if truncated is None else np.float32(truncated),
   )
 
 
@@ -44,12 +45,17 @@ def _trajectory(turns, status, *, em, data_set='nq', penalty=0.0):
 def _collection():
   return [
     _trajectory(
-      [('abc', 'found', 'search', 0.5), ('abcde', '', 'answer')],
+      [
+        ('abc', 'found', 'search', 0.5, [0.5, 0.0, 1.0]),
+        ('abcde', '', 'answer'),
+      ],
       _STATUS.COMPLETED,
       em=1.0,
       penalty=-0.25,
     ),
-    _trajectory([('a', 'no', 'invalid')], _STATUS.TRUNCATED_LENGTH, em=0.0),
+    _trajectory(
+      [('a', 'no', 'invalid', 0.0, [0.25])], _STATUS.TRUNCATED_LENGTH, em=0.0
+    ),
     _trajectory(
       [('ab', 'no', 'invalid'), ('a', 'found', 'search'), ('a', '', 'answer')],
       _STATUS.COMPLETED,
@@ -58,7 +64,7 @@ def _collection():
     ),
     # The numbers of a failed trajectory must have no effect.
     _trajectory(
-      [('a' * 99, '', 'search', 7.0)] * 9,
+      [('a' * 99, '', 'search', 7.0, [99.0] * 99)] * 9,
       _STATUS.INFRA_ERROR,
       em=9.0,
       data_set='ghost',
@@ -95,11 +101,14 @@ def test_by_hand():
     'score/f1/mean': 0.5,
     'train/em/nq': 0.5,
     'train/em/hotpotqa': 0,
+    'mismatch/truncation': 1.75 / 4,
     'env/number_of_valid_search': 2 / 3,
     'env/ratio_of_valid_action': 4 / 6,
     'env/finish_ratio': 2 / 3,
   }
   assert _measure(_collection()) == pytest.approx(expected)
+  # If no turn was cut off, there is nothing to measure.
+  assert 'mismatch/truncation' not in _measure(_collection()[2:3])
 
 
 def test_nothing_but_failures():
@@ -107,30 +116,6 @@ def test_nothing_but_failures():
   assert {name: x for name, x in metrics.items() if x} == {
     'rollout/status/infra_error': 1
   }
-
-
-def _drawn(status, *differences):
-  """Returns a trajectory with a turn for each list of differences."""
-  turns = []
-  for difference in differences:
-    turn = _turn('a' * len(difference or 'a'), '', 'answer')
-    if difference is not None:
-      drawn = turn.sampler_logprobs + np.float32(difference)
-      turn = dataclasses.replace(turn, truncated_logprobs=drawn)
-    turns.append(turn)
-  trajectory = _trajectory([], status, em=1.0)
-  return dataclasses.replace(trajectory, turns=tuple(turns))
-
-
-def test_truncation_is_a_mean_over_tokens():
-  trajectories = [
-    _drawn(_STATUS.COMPLETED, [0.5, 0.0, 1.0], [0.25]),
-    _drawn(_STATUS.COMPLETED, None, [0.0, 0.0]),
-    _drawn(_STATUS.INFRA_ERROR, [99.0]),
-  ]
-  name = 'mismatch/truncation'
-  assert _measure(trajectories)[name] == pytest.approx(1.75 / 6)
-  assert name not in _measure([_drawn(_STATUS.COMPLETED, None)])
 
 
 def test_text_that_a_turn_repeats_is_counted():

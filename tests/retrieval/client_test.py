@@ -6,11 +6,9 @@ from aiohttp import web
 import pytest
 
 from stppo_jax import types
-from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import server
-from stppo_jax.retrieval.indexes import bm25
 from tests.retrieval import fake_servers
 
 
@@ -20,34 +18,31 @@ def test_a_burst_shares_requests_of_bounded_size():
   results, statistics = fake_servers.retrieve(
     fake, queries, max_queries_per_request=4
   )
-  assert results == [[fake_servers.passage(q)] for q in queries]
+  assert results == fake_servers.found(queries)
   assert sorted(map(len, fake.queries)) == [2, 4, 4]
   assert statistics['retrieval/ok'] == 10.0
   assert statistics['retrieval/failures'] == 0.0
-  assert 0 < statistics['retrieval/latency_p50'] < 5
-  assert (
-    statistics['retrieval/latency_p50'] <= statistics['retrieval/latency_p99']
-  )
+  assert statistics['retrieval/outages'] == 0.0
+  p50, p99 = (statistics[f'retrieval/latency_p{n}'] for n in (50, 99))
+  assert 0 < p50 <= p99 < 5
 
 
 def test_each_corpus_has_its_own_path():
   fake = fake_servers.Server()
 
-  async def run():
-    async with fake.running() as url:
-      # The form of the address in Search-R1.
-      retriever = fake_servers.retriever(f'{url}/retrieve')
-      await asyncio.gather(
-        retriever.retrieve('a', corpus='worlds/1'),
-        retriever.retrieve('a', corpus='worlds/2'),
-        retriever.retrieve('b', corpus='worlds/1'),
-        retriever.retrieve('a'),
-      )
-      for corpus in ('../x', 'a/../b', '/a', 'a//b', 'a?b', 'a%2e', 'a/'):
-        with pytest.raises(ValueError):
-          await retriever.retrieve('a', corpus=corpus)
+  async def search(retriever):
+    await asyncio.gather(
+      retriever.retrieve('a', corpus='worlds/1'),
+      retriever.retrieve('a', corpus='worlds/2'),
+      retriever.retrieve('b', corpus='worlds/1'),
+      retriever.retrieve('a'),
+    )
+    for corpus in ('../x', 'a/../b', '/a', 'a//b', 'a?b', 'a%2e', 'a/'):
+      with pytest.raises(ValueError):
+        await retriever.retrieve('a', corpus=corpus)
 
-  asyncio.run(run())
+  # The form of the address in Search-R1.
+  fake_servers.use(fake, search, path='/retrieve')
   asked = {path: body['queries'] for path, body in fake.requests}
   assert asked == {
     '/worlds/1/retrieve': ['a', 'b'],
@@ -91,36 +86,32 @@ def test_equal_queries_at_one_time_are_sent_once_and_failures_not_kept():
   assert fake.queries == [['a'], ['a']]
 
 
-def test_a_cancelled_caller_does_not_cancel_the_others():
-  async def respond(body):
-    await asyncio.sleep(0.1)
-    return fake_servers.answer(body)
+async def _slowly(body):
+  await asyncio.sleep(0.3)
+  return fake_servers.answer(body)
 
+
+def test_a_cancelled_caller_does_not_cancel_the_others():
   async def search(retriever):
-    one = asyncio.create_task(retriever.retrieve('a'))
-    two = asyncio.create_task(retriever.retrieve('a'))
+    one, two = (asyncio.create_task(retriever.retrieve('a')) for _ in range(2))
     await asyncio.sleep(0.02)
     one.cancel()
     assert await two == [fake_servers.passage('a')]
     with pytest.raises(asyncio.CancelledError):
       await one
 
-  fake_servers.use(fake_servers.Server(respond), search)
+  fake_servers.use(fake_servers.Server(_slowly), search)
 
 
 def test_closing_fails_waiting_callers():
-  async def respond(body):
-    await asyncio.sleep(5)
-    return fake_servers.answer(body)
-
   async def search(retriever):
     waiting = asyncio.create_task(retriever.retrieve('a'))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.02)
     await retriever.close()
     with pytest.raises(protocol.RetrievalError, match='closed'):
       await waiting
 
-  fake_servers.use(fake_servers.Server(respond), search)
+  fake_servers.use(fake_servers.Server(_slowly), search)
 
 
 def test_a_foreign_server_without_health_is_ready():
@@ -132,15 +123,10 @@ def test_a_foreign_server_without_health_is_ready():
 
 def test_the_token_is_sent(monkeypatch):
   monkeypatch.setenv(address.TOKEN_VARIABLE, 's3cret')
-
-  async def run():
-    app = server.make_app(
-      bm25.Bm25Index([types.Passage('1', 'T', 'cat')]), token='s3cret'
-    )
-    async with http_server.serving(app, '127.0.0.1', 0) as url:
-      return await fake_servers.retriever(url).retrieve('cat')
-
-  assert asyncio.run(run())[0].id == '1'
+  passages = [types.Passage('1', 'T', 'cat')]
+  with server.embedded(passages, token='s3cret') as embedded:
+    found = asyncio.run(fake_servers.retriever(embedded.url).retrieve('cat'))
+  assert [passage.id for passage in found] == ['1']
 
 
 def test_latencies_include_the_retries():

@@ -1,7 +1,6 @@
 """A retrieval server in the test's loop whose answers a test chooses."""
 
 import asyncio
-import contextlib
 
 from aiohttp import web
 
@@ -35,6 +34,11 @@ def passages_of(query):
 def passage(query):
   """Returns the passage of a query, as the retriever returns it."""
   return types.Passage(f'id {query}', f'About {query}', 'body', 0.5)
+
+
+def found(queries):
+  """Returns the passages of each query, as the retriever returns them."""
+  return [[passage(query)] for query in queries]
 
 
 def answer(body):
@@ -72,27 +76,25 @@ class Server:
     response = self._respond(body)
     return await response if asyncio.iscoroutine(response) else response
 
-  @contextlib.asynccontextmanager
-  async def running(self):
-    """Serves in the context; yields the URL."""
+  def running(self):
+    """Returns a context that serves; its value is the URL."""
     app = web.Application()
     app.router.add_post('/{path:.*}', self._handle)
     if self.health is not None:
       app.router.add_get('/health', self.health)
-    async with http_server.serving(app, '127.0.0.1', 0) as url:
-      yield url
+    return http_server.serving(app, '127.0.0.1', 0)
 
   @property
   def queries(self):
     return [body['queries'] for _, body in self.requests]
 
 
-def use(server, do, **options):
+def use(server, do, *, path='', **options):
   """Returns what `do(retriever)` returns while a server runs."""
 
   async def run():
     async with server.running() as url:
-      one = retriever(url, **options)
+      one = retriever(url + path, **options)
       try:
         return await do(one)
       finally:

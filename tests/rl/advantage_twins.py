@@ -7,10 +7,24 @@ import numpy as np
 from tests.rl import twins
 
 
+def turns_by_id(batch, b):
+  """Returns the trained tokens of each turn of a row by its id, in order."""
+  mask, ids = batch.loss_mask_BL[b], batch.turn_ids_BL[b]
+  return {k: np.flatnonzero(mask & (ids == k)) for k in np.unique(ids[mask])}
+
+
 def turns_of(batch, b):
   """Returns the trained tokens of each turn of a row, in order."""
-  mask, ids = batch.loss_mask_BL[b], batch.turn_ids_BL[b]
-  return [np.flatnonzero(mask & (ids == k)) for k in np.unique(ids[mask])]
+  return list(turns_by_id(batch, b).values())
+
+
+def _at_tokens(batch, numbers):
+  """Returns for each token the number of its row, or of its (row, turn id)."""
+  out = np.zeros(batch.loss_mask_BL.shape)
+  for b in present_rows(batch):
+    for k, turn in turns_by_id(batch, b).items():
+      out[b, turn] = numbers.get((b, k), numbers.get(b, 0.0))
+  return out
 
 
 def over_tokens(batch, steps, gamma, lambda_):
@@ -105,15 +119,12 @@ def total(batch, b):
 
 def over_rows(batch, epsilon):
   """Returns `group_normalized`, or `group_centered` with epsilon None."""
-  out = np.zeros(batch.loss_mask_BL.shape)
   found = compare_rows(batch, lambda b: total(batch, b), epsilon)
-  for b, advantage in found.items():
-    out[b, batch.loss_mask_BL[b]] = advantage
-  return out
+  return _at_tokens(batch, found)
 
 
 def leave_one_out(batch):
-  out = np.zeros(batch.loss_mask_BL.shape)
+  found = {}
   rows = present_rows(batch)
   for b in rows:
     others = [
@@ -122,37 +133,38 @@ def leave_one_out(batch):
       if other != b and batch.group_ids_B[other] == batch.group_ids_B[b]
     ]
     if others:
-      baseline = sum(others) / len(others)
-      out[b, batch.loss_mask_BL[b]] = total(batch, b) - baseline
-  return out
+      found[b] = total(batch, b) - sum(others) / len(others)
+  return _at_tokens(batch, found)
+
+
+def _outcomes(batch):
+  """Returns the reward of the last token of each row."""
+  return {
+    b: batch.rewards_BL[b, turns_of(batch, b)[-1][-1]]
+    for b in present_rows(batch)
+  }
 
 
 def turn_group(batch, turn_weight, epsilon):
-  last = {b: turns_of(batch, b)[-1][-1] for b in present_rows(batch)}
-  outcome = compare_rows(batch, lambda b: batch.rewards_BL[b, last[b]], epsilon)
-  early = compare_rows(
-    batch, lambda b: total(batch, b) - batch.rewards_BL[b, last[b]], epsilon
-  )
-  out = np.zeros(batch.loss_mask_BL.shape)
+  last = _outcomes(batch)
+  found = outcome = compare_rows(batch, lambda b: last[b], epsilon)
+  early = compare_rows(batch, lambda b: total(batch, b) - last[b], epsilon)
   for b in last:
-    *before, final = turns_of(batch, b)
-    out[b, final] = outcome[b]
-    for turn in before:
-      out[b, turn] = outcome[b] + turn_weight * early[b]
-  return out
+    for k in [*turns_by_id(batch, b)][:-1]:
+      found = found | {(b, k): outcome[b] + turn_weight * early[b]}
+  return _at_tokens(batch, found)
 
 
 def to_go_by_turn(batch, b, gamma):
   """Returns the reward-to-go of each turn of a row, by the turn's id."""
   out, to_go = {}, 0.0
-  for turn in reversed(turns_of(batch, b)):
-    to_go = batch.rewards_BL[b, turn].sum() + gamma * to_go
-    out[batch.turn_ids_BL[b, turn[0]]] = to_go
+  for k, turn in reversed(turns_by_id(batch, b).items()):
+    out[k] = to_go = batch.rewards_BL[b, turn].sum() + gamma * to_go
   return out
 
 
 def turn_leave_one_out(batch, gamma):
-  out = np.zeros(batch.loss_mask_BL.shape)
+  found = {}
   to_go = {b: to_go_by_turn(batch, b, gamma) for b in present_rows(batch)}
   for b, own in to_go.items():
     others = [
@@ -160,79 +172,70 @@ def turn_leave_one_out(batch, gamma):
       for other, x in to_go.items()
       if other != b and batch.group_ids_B[other] == batch.group_ids_B[b]
     ]
-    for turn in turns_of(batch, b):
-      k = batch.turn_ids_BL[b, turn[0]]
+    for k in own:
       reached = max((j for x in others for j in x if j <= k), default=None)
       if reached is not None:
         there = [x[reached] for x in others if reached in x]
-        out[b, turn] = own[k] - sum(there) / len(there)
-  return out
+        found[b, k] = own[k] - sum(there) / len(there)
+  return _at_tokens(batch, found)
 
 
 def _over_turns(batch, epsilon):
   """Returns `over_rows` with each outcome once for every turn of its row."""
-  turns = [
-    (b, k) for b in present_rows(batch) for k in range(len(turns_of(batch, b)))
-  ]
+  turns = [(b, k) for b in present_rows(batch) for k in turns_by_id(batch, b)]
   found = compare_in_groups(
     {(b, k): total(batch, b) for b, k in turns},
     {(b, k): batch.group_ids_B[b] for b, k in turns},
     epsilon,
   )
-  out = np.zeros(batch.loss_mask_BL.shape)
-  for b, k in turns:
-    out[b, turns_of(batch, b)[k]] = found[b, k]
-  return out
+  return _at_tokens(batch, found)
 
 
 def turn_z(batch, epsilon):
   """Returns z of the turns before the last by row and number."""
   rewards, places = {}, {}
   for b in present_rows(batch):
-    for turn in turns_of(batch, b)[:-1]:
-      k = batch.turn_ids_BL[b, turn[0]]
+    for k, turn in [*turns_by_id(batch, b).items()][:-1]:
       rewards[b, k] = batch.rewards_BL[b, turn].sum()
       places[b, k] = batch.group_ids_B[b], k
   return compare_in_groups(rewards, places, epsilon)
 
 
 def turn_index(batch, turn_weight, gamma, epsilon):
-  last = {b: turns_of(batch, b)[-1][-1] for b in present_rows(batch)}
-  outcome = compare_rows(batch, lambda b: batch.rewards_BL[b, last[b]], epsilon)
+  last = _outcomes(batch)
+  found = outcome = compare_rows(batch, lambda b: last[b], epsilon)
   z = turn_z(batch, epsilon)
-  out = np.zeros(batch.loss_mask_BL.shape)
   for b in last:
-    out[b, batch.loss_mask_BL[b]] = outcome[b]
     mine = sorted(k for row, k in z if row == b)
     for i, k in enumerate(mine):
       later = [gamma**n * z[b, j] for n, j in enumerate(mine[i:])]
-      turn = batch.loss_mask_BL[b] & (batch.turn_ids_BL[b] == k)
-      out[b, turn] += turn_weight * sum(later) / math.sqrt(len(later))
-  return out
+      step = turn_weight * sum(later) / math.sqrt(len(later))
+      found = found | {(b, k): outcome[b] + step}
+  return _at_tokens(batch, found)
 
 
 def turn_pooled(batch, gamma, epsilon, separate=False):
   rewards, groups = {}, {}
   for b in present_rows(batch):
-    turns = turns_of(batch, b)
-    for k, turn in enumerate(turns):
+    turns = turns_by_id(batch, b)
+    for k, turn in turns.items():
       reward = batch.rewards_BL[b, turn].sum()
-      is_last = k == len(turns) - 1
+      is_last = k == max(turns)
       if reward != 0 or is_last:
         rewards[b, k] = reward
         groups[b, k] = batch.group_ids_B[b], separate and is_last
   z = compare_in_groups(rewards, groups, epsilon)
-  out = np.zeros(batch.loss_mask_BL.shape)
+  found = {}
+  ids = [batch.group_ids_B[b] for b in present_rows(batch)]
   for b in present_rows(batch):
-    ids = [batch.group_ids_B[other] for other in present_rows(batch)]
     if ids.count(batch.group_ids_B[b]) == 1:
       continue
     advantage = 0.0
-    for k, turn in reversed(list(enumerate(turns_of(batch, b)))):
+    for k in reversed(turns_by_id(batch, b)):
       if (b, k) in z:
         advantage = z[b, k] + gamma * advantage
-      out[b, turn] = advantage
-  return out
+      found[b, k] = advantage
+  return _at_tokens(batch, found)
 
 
 def gigpo(
@@ -245,16 +248,14 @@ def gigpo(
   power=1.0,
   outcome_weight=1.0,
 ):
-  returns, states, turns = {}, {}, {}
+  returns, states = {}, {}
   for b in present_rows(batch):
-    for turn in turns_of(batch, b):
-      k = batch.turn_ids_BL[b, turn[0]]
-      turns[b, k] = turn
-      returns[b, k] = to_go_by_turn(batch, b, gamma)[k]
+    to_go = to_go_by_turn(batch, b, gamma)
+    for k, turn in turns_by_id(batch, b).items():
+      returns[b, k] = to_go[k]
       # Equal ids mean the same state within one question only.
       states[b, k] = batch.group_ids_B[b], batch.state_ids_BL[b, turn[0]]
   outcome = (_over_turns if per_turn else over_rows)(batch, epsilon)
-  out = outcome_weight * outcome
   total, weights = dict.fromkeys(returns, 0.0), dict.fromkeys(returns, 0.0)
   for h in range(history + 1):
     pasts = {
@@ -269,7 +270,5 @@ def gigpo(
       if step:
         total[key] += (h + 2) ** power * step
         weights[key] += (h + 2) ** power
-  for key, turn in turns.items():
-    if weights[key]:
-      out[key[0], turn] += omega * total[key] / weights[key]
-  return out
+  steps = {key: total[key] / weights[key] for key in total if weights[key]}
+  return outcome_weight * outcome + omega * _at_tokens(batch, steps)

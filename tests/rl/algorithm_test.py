@@ -21,17 +21,16 @@ from stppo_jax.rl import ratios
 from tests.rl import batches
 
 
-@pytest.mark.parametrize('name', algorithms.ALGORITHMS)
 @pytest.mark.parametrize('wrap', [dict, config_dict.ConfigDict])
-def test_every_algorithm_of_the_table_builds(name, wrap):
-  algorithm = wrap(algorithms.ALGORITHMS[name])
-  assert algorithm_lib.check_algorithm(algorithm) == []
-  built = algorithm_lib.build_algorithm(algorithm)
-  assert built.ratio.level == algorithm['ratio']['level']
-  for section in ('bounds', 'advantage'):
-    options = getattr(built, section)
-    named = {'name': options.name} | options.arguments()
-    assert named == dict(algorithm[section])
+def test_every_algorithm_of_the_table_builds(wrap):
+  for algorithm in map(wrap, algorithms.ALGORITHMS.values()):
+    assert algorithm_lib.check_algorithm(algorithm) == []
+    built = algorithm_lib.build_algorithm(algorithm)
+    assert built.ratio.level == algorithm['ratio']['level']
+    for section in ('bounds', 'advantage'):
+      options = getattr(built, section)
+      named = {'name': options.name} | options.arguments()
+      assert named == dict(algorithm[section])
 
 
 def test_numbers_are_leaves_and_names_are_static():
@@ -95,8 +94,7 @@ def test_infinite_tau_is_allowed_and_integers_become_floats():
   assert numpy.bounds.clip_low == 0.5
 
 
-@pytest.mark.parametrize('wrap', [dict, config_dict.ConfigDict])
-def test_all_problems_at_once(wrap):
+def test_all_problems_at_once():
   options = batches.algorithm_options(
     ratio__reduce='max', **{_BIAS + 'floor': 0.0}
   )
@@ -105,7 +103,7 @@ def test_all_problems_at_once(wrap):
   del options['kl']['where']
   del options['advantage']['name']
   del options['aggregate']
-  lines = algorithm_lib.check_algorithm(wrap(options))
+  lines = algorithm_lib.check_algorithm(config_dict.ConfigDict(options))
   assert [line.split(': ')[0] for line in lines] == [
     'algorithm.bound',
     'algorithm.ratio.levels',
@@ -172,14 +170,13 @@ _TABLES = {
 }
 
 
-@pytest.mark.parametrize('kind', _TABLES)
-def test_every_choice_has_defaults_and_can_be_built(kind):
+def test_every_choice_has_defaults_and_can_be_built():
   assert _TABLES.keys() == defaults.DEFAULTS.keys()
-  assert _TABLES[kind].keys() == defaults.DEFAULTS[kind].keys()
-  for name in _TABLES[kind]:
-    changes = {f'{kind}__name': name, 'kl__where': 'nowhere'}
-    built = batches.algorithm(**changes)
-    assert getattr(built, kind).name == name
+  for kind, table in _TABLES.items():
+    assert table.keys() == defaults.DEFAULTS[kind].keys()
+    for name in table:
+      changes = {f'{kind}__name': name, 'kl__where': 'nowhere'}
+      assert getattr(batches.algorithm(**changes), kind).name == name
 
 
 def test_the_loss_needs_only_the_arrays_that_its_choices_read():
@@ -189,11 +186,11 @@ def test_the_loss_needs_only_the_arrays_that_its_choices_read():
 
 
 def _choices():
-  """Returns every algorithm, and every choice that may need statistics."""
-  for name in algorithms.ALGORITHMS:
-    yield name, {}
+  """Returns every choice that may need statistics."""
   for name in bounds.BOUNDS:
     yield 'token_ppo', {'bounds__name': name}
+  for name in objectives.OBJECTIVES:
+    yield 'token_ppo', {'objective__name': name}
   for name in ratios.NORMALIZATIONS:
     yield 'token_ppo', {'ratio__normalize': name}
   for name in corrections.CORRECTIONS:
@@ -203,7 +200,7 @@ def _choices():
       yield 's_ppo', {f'{_BIAS}norm': norm, f'{_BIAS}scope': scope}
 
 
-@pytest.mark.parametrize('name,changes', list(_choices()), ids=str)
+@pytest.mark.parametrize(('name', 'changes'), [*_choices()], ids=str)
 def test_declared_needs_are_what_minibatch_statistics_returns(name, changes):
   algorithm = batches.algorithm(name, **changes)
   batch, logprobs, entropy = batches.make()
@@ -212,6 +209,6 @@ def test_declared_needs_are_what_minibatch_statistics_returns(name, changes):
     algorithm,
     logprobs,
     entropy,
-    batches.device(batch),
+    batch,
   )
   assert algorithm.uses_minibatch_statistics is bool(jax.tree.leaves(found))

@@ -6,13 +6,13 @@ import functools
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import defaults
 from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import loss_context
 from stppo_jax.rl import losses
 from stppo_jax.rl import segments
 
@@ -162,10 +162,26 @@ def loss_algorithm(name, **changes):
   return dataclasses.replace(algorithm(name, **changes), advantage=plain)
 
 
-def device(batch):
-  """Returns the batch with jax arrays."""
-  return batch_lib.TokenBatch(
-    **{name: jnp.asarray(x) for name, x in fields(batch).items()}
+def context(ratio, advantages, old=0.0, logprobs=0.0):
+  """Returns what a part of the loss reads, with one turn per row.
+
+  The ratio is that of every level.
+  """
+  batch, _, _ = make()
+  ones = np.ones(ratio.shape)
+  batch = batch.replace(
+    loss_mask_BL=ones.astype(bool),
+    turn_ids_BL=ones.astype(np.int32),
+    old_logprobs_BL=old * ones,
+  )
+  return loss_context.LossContext(
+    lambda level: ratio,
+    'token',
+    advantages,
+    ones,
+    logprobs * ones,
+    batch,
+    num_turns=1,
   )
 
 

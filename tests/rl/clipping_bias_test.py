@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from stppo_jax.rl import clipping_bias
-from stppo_jax.rl import segments
 from tests.rl import batches
 from tests.rl import twins
 
@@ -49,42 +48,31 @@ def _loss(batch, logprobs, entropy, **changes):
   return batches.policy_loss(algorithm, logprobs, entropy, batch)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _weights(implementation, logprobs, entropy, batch):
+@jax.jit
+def _weights(logprobs, entropy, batch):
   """Returns the weights of policy and value by scope and level."""
   weights = {}
-  with batches.summing(implementation):
+  with batches.summing('segment_sum'):
     for scope in clipping_bias.SCOPES:
       for level in clipping_bias.RATIO_LEVELS:
         changes = {'scope': scope, 'level': level, 'tau': TAU}
-        loss = _loss(
-          batch,
-          logprobs,
-          entropy,
-          **{_KEY + name: value for name, value in changes.items()},
-        )
+        changes = {_KEY + name: value for name, value in changes.items()}
+        loss = _loss(batch, logprobs, entropy, **changes)
         weights[scope, level] = loss.weights_BL, loss.value_weights_BL
   return weights
 
 
-@pytest.mark.parametrize(
-  'implementation',
-  [
-    pytest.param(form, marks=() if form == 'segment_sum' else pytest.mark.slow)
-    for form in segments.IMPLEMENTATIONS
-  ],
-)
 @pytest.mark.parametrize('level', clipping_bias.RATIO_LEVELS)
 @pytest.mark.parametrize('scope', clipping_bias.SCOPES)
-def test_every_scope_is_the_loop(scope, level, implementation):
+def test_every_scope_is_the_loop(scope, level):
   batch, logprobs, entropy = batches.make(spread=0.8)
   # Some turns wholly clipped, some wholly inside.
   logprobs = np.where(
     batch.turn_ids_BL == 2, batch.old_logprobs_BL + 0.5, logprobs
   )
-  weights_BL, value_weights_BL = _weights(
-    implementation, logprobs, entropy, batch
-  )[scope, level]
+  weights_BL, value_weights_BL = _weights(logprobs, entropy, batch)[
+    scope, level
+  ]
   ratio = twins.ratios(logprobs, batch.old_logprobs_BL, batch, level)
   expected = twins.bias_scales(
     ratio,
@@ -114,8 +102,9 @@ def test_applies_to_chooses_the_losses():
   np.testing.assert_array_equal(value.weights_BL, np.ones(both.cut_BL.shape))
 
 
-@pytest.mark.parametrize('level', clipping_bias.RATIO_LEVELS)
-@pytest.mark.parametrize('aggregate', ['token_mean', 'sequence_mean'])
+@pytest.mark.parametrize(
+  ('level', 'aggregate'), [('token', 'token_mean'), ('turn', 'sequence_mean')]
+)
 def test_gradient_norm_gives_the_gradient_of_the_clipped_terms(
   level, aggregate
 ):

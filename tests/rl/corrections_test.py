@@ -1,5 +1,6 @@
 """Tests limits of corrections; losses_test.py loops over random batches."""
 
+import jax
 import numpy as np
 
 from stppo_jax.rl import corrections
@@ -20,12 +21,16 @@ def _weights(name, k=K, **options):
     old_logprobs_BL=old,
     sampler_logprobs_BL=old - np.log(k),
   )
-  context = loss_context.LossContext(
-    lambda level: RATIO, 'token', np.ones(k.shape), k, k, batch, num_turns=2
-  )
-  found = corrections.CORRECTIONS[name].function(
-    context, 0.8, 1.2, (), **options
-  )
+
+  @jax.jit
+  def correct(batch):
+    context = loss_context.LossContext(
+      lambda level: RATIO, 'token', np.ones(k.shape), k, k, batch, num_turns=2
+    )
+    function = corrections.CORRECTIONS[name].function
+    return function(context, 0.8, 1.2, (), **options)
+
+  found = correct(batch)
   np.testing.assert_array_equal(found.value_BL, np.ones(k.shape))
   np.testing.assert_array_equal(found.bias_BL, np.zeros(k.shape))
   return np.asarray(found.policy_BL)[0, :3]

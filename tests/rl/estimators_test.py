@@ -1,6 +1,7 @@
 """Tests what holds for the advantages of every estimator."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +16,17 @@ from tests.rl import advantage_twins
 from tests.rl import batches
 from tests.rl import twins
 
-_FIELDS = ('advantages_BL', 'returns_BL', 'value_mask_BL')
 _GAE = {'gamma': 0.9, 'lambda_': 0.7, 'gamma_turn': 0.8, 'lambda_turn': 0.6}
 _CASES = {name: {} for name in advantages.ADVANTAGES} | {
   'gae': _GAE,
   'gae, turn': {**_GAE, 'steps': 'turn'},
   'gae, bilevel': {**_GAE, 'steps': 'bilevel'},
-  'gae, included': {**_GAE, 'observation_tokens': 'included'},
   'decoupled_gae': {'lambda_critic': 0.7, 'alpha': 0.3},
   'decoupled_gae, explained': {'alpha': 0.3, 'baseline': 'explained'},
   'monte_carlo': {'gamma': 0.9},
   'gigpo, history': {'history': 2, 'normalize': 'none'},
 }
+_WHITENS = dict(masking.WHITENS)
 # Each case is a program to compile. The sums of these are those of others.
 _SLOW = (
   *('gae, bilevel', 'decoupled_gae, explained', 'gigpo, history'),
@@ -34,19 +34,13 @@ _SLOW = (
 )
 
 
-def _parameters(cases):
-  return pytest.mark.parametrize(
-    'case',
-    [
-      pytest.param(case, marks=[pytest.mark.slow] if case in _SLOW else [])
-      for case in cases
-    ],
-  )
-
-
-_EACH = _parameters(_CASES)
-# Included observations have advantages, and are read.
-_SKIPPING = _parameters(case for case in _CASES if case != 'gae, included')
+_EACH = pytest.mark.parametrize(
+  'case',
+  [
+    pytest.param(case, marks=[pytest.mark.slow] if case in _SLOW else [])
+    for case in _CASES
+  ],
+)
 
 
 def _estimate(case, whiten, batch):
@@ -60,63 +54,53 @@ def _estimate(case, whiten, batch):
 
 @functools.cache
 def _jitted(case):
-  def total(arrays, batch):
-    batch = batch.replace(**arrays)
-    out = {whiten: _estimate(case, whiten, batch) for whiten in masking.WHITENS}
-    policy = out['policy']
+  """Returns a function with the number of the whitening as an argument."""
+
+  def total(arrays, batch, number):
+    whitened = lambda x, mask: jax.lax.select_n(
+      number, *(whiten(x, mask) for whiten in _WHITENS.values())
+    )
+    with mock.patch.dict(masking.WHITENS, {'any': whitened}):
+      out = _estimate(case, 'any', batch.replace(**arrays))
     weight = jnp.arange(batches.L, dtype=float)[None]
     # Every element of the output is compared: off the mask they must be 0.
-    value = jnp.sum(weight * (policy.advantages_BL**2 + policy.returns_BL))
-    return value, out
+    return jnp.sum(weight * (out.advantages_BL**2 + out.returns_BL)), out
 
-  def run(batch):
+  def run(batch, number):
     arrays = {'values_BL': batch.values_BL, 'rewards_BL': batch.rewards_BL}
-    return jax.value_and_grad(total, has_aux=True)(arrays, batch)
+    return jax.value_and_grad(total, has_aux=True)(arrays, batch, number)
 
   return jax.jit(run)
 
 
+def _run(case, batch, whiten='none'):
+  """Returns the estimates, and the gradient of a number made of them."""
+  number = np.int32(list(_WHITENS).index(whiten))
+  (_, out), gradient = jax.device_get(_jitted(case)(batch, number))
+  return out, gradient
+
+
 @_EACH
-def test_failed_row_counts_nowhere_and_rows_may_be_permuted(case):
+def test_poison_off_the_mask_changes_nothing(case):
   batch = batches.grouped()
-  order = np.array([4, 2, 0, batches.FAILED_ROW, 5, 1])
-  (_, whole), _ = _jitted(case)(batch)
-  failed_B = np.arange(batches.B) == batches.FAILED_ROW
-  # In a group of its own, it is absent from the one that it was in.
-  alone = batch.replace(
-    group_ids_B=np.where(failed_B, 99, batch.group_ids_B).astype(np.int32),
-    state_ids_BL=np.where(failed_B[:, None], 0, batch.state_ids_BL),
-  )
-  (_, other), _ = _jitted(case)(batches.rows(alone, order))
-  for whiten in ('policy', 'all'):
-    for name in _FIELDS:
-      whole_BL = np.asarray(getattr(whole[whiten], name))
-      np.testing.assert_allclose(
-        whole_BL[order], getattr(other[whiten], name), rtol=1e-9, atol=1e-12
-      )
-      assert not whole_BL[batches.FAILED_ROW].any()
+  for whiten in _WHITENS:
+    clean = _run(case, batch, whiten)
+    for value in (np.nan, np.inf):
+      poisoned = _run(case, batches.poison(batch, value), whiten)
+      jax.tree.map(np.testing.assert_array_equal, poisoned, clean)
+    for array in clean[1].values():
+      assert np.all(np.isfinite(array))
+      assert not array[~batch.loss_mask_BL].any()
 
 
-@_SKIPPING
-@pytest.mark.parametrize('value', [np.nan, np.inf])
-def test_poison_off_the_mask_changes_nothing(case, value):
-  batch = batches.grouped()
-  (clean, _), clean_gradient = _jitted(case)(batch)
-  (poisoned, _), gradient = _jitted(case)(batches.poison(batch, value))
-  np.testing.assert_array_equal(poisoned, clean)
-  jax.tree.map(np.testing.assert_array_equal, gradient, clean_gradient)
-  for array in gradient.values():
-    assert np.all(np.isfinite(array))
-    assert not np.asarray(array)[~batch.loss_mask_BL].any()
-
-
-@_SKIPPING
+@_EACH
 def test_whitening_changes_advantages_only(case):
   batch = batches.grouped()
   mask = batch.loss_mask_BL
-  (_, out), _ = _jitted(case)(batch)
-  plain, policy, every = (out[whiten] for whiten in ('none', 'policy', 'all'))
-  plain_BL = np.asarray(plain.advantages_BL)
+  plain, policy, every = (
+    _run(case, batch, whiten)[0] for whiten in ('none', 'policy', 'all')
+  )
+  plain_BL = plain.advantages_BL
   np.testing.assert_allclose(
     policy.advantages_BL, twins.whiten(plain_BL, mask), rtol=1e-9
   )
@@ -135,21 +119,16 @@ def test_whitening_changes_advantages_only(case):
 @_EACH
 def test_only_estimators_with_a_critic_read_values(case):
   name, batch = case.partition(',')[0], batches.grouped()
-  out = _jitted(case)(batch)[0][1]['none']
+  out, _ = _run(case, batch)
   trains = name in estimator_needs.VALUES
   for array in (out.returns_BL, out.value_mask_BL):
-    assert np.asarray(array).any() == trains
+    assert array.any() == trains
+  single = batches.grouped(dtype=np.float32)
   if not trains:
     unread = np.full_like(batch.values_BL, np.nan)
-    (_, without), _ = _jitted(case)(batch.replace(values_BL=unread))
-    without = without['none']
+    without, _ = _run(case, batch.replace(values_BL=unread))
     np.testing.assert_array_equal(without.advantages_BL, out.advantages_BL)
-
-
-@_EACH
-def test_float32_stays_float32(case):
-  batch = batches.grouped(dtype=np.float32)
-  if case.partition(',')[0] not in estimator_needs.VALUES:
-    batch = batch.replace(values_BL=None)
-  out = jax.eval_shape(functools.partial(_estimate, case, 'policy'), batch)
+    single = single.replace(values_BL=None)
+  # All this in the precision of the batch.
+  out = jax.eval_shape(functools.partial(_estimate, case, 'policy'), single)
   assert out.advantages_BL.dtype == out.returns_BL.dtype == np.float32

@@ -74,147 +74,111 @@ def _dppo(bounds, what):
   }
 
 
+def _by_case(**cases_of_algorithm):
+  """Returns (algorithm, changes) by case."""
+  return {
+    case: (name, changes)
+    for name, cases in cases_of_algorithm.items()
+    for case, changes in cases.items()
+  }
+
+
+GMPO = {
+  'clip_low': -math.expm1(-OPTIONS['geometric_clip']),
+  'clip_high': math.expm1(OPTIONS['geometric_clip']),
+}
+BOTH = TIS | GEO_RS | {'correction__names': ('tis', 'geo_rs')}
+TOKEN = {'ratio__gradient': 'token'}
+PRODUCT = {'ratio__level': 'sequence', 'ratio__reduce': 'sum'}
+RESPONSE = float(OPTIONS['max_response_tokens'])
+CONSTANT = _aggregate('constant_length', max_response_tokens=LENGTH)
+
 # For each case an algorithm, and the options that the public one had.
-POLICIES = {
-  'verl.token_mean': ('dapo', {}),
-  'verl.sequence_mean': ('token_ppo', _aggregate('sequence_mean')),
-  'verl.sequence_sum': ('token_ppo', _aggregate('sequence_sum')),
-  'verl.constant_length': (
-    'dr_grpo',
-    _aggregate('constant_length', max_response_tokens=LENGTH),
-  ),
-  'verl.dual_clip': ('token_ppo', DUAL_CLIP),
-  'verl.gspo_token': ('gspo_token', NEAR),
-  # There each turn is a row, and the gradient goes through the token.
-  'verl.turn_token': ('turn_ppo', {'ratio__gradient': 'token'}),
-  'verl.turn_token_mean': (
-    'turn_ppo',
-    {'ratio__gradient': 'token', **_aggregate('turn_mean')},
-  ),
-  'verl.cispo': ('cispo', CISPO),
-  'verl.gmpo': (
-    'gmpo',
-    {
-      'bounds': defaults.choice(
-        'bounds',
-        'fixed',
-        clip_low=-math.expm1(-OPTIONS['geometric_clip']),
-        clip_high=math.expm1(OPTIONS['geometric_clip']),
-      )
-    },
-  ),
-  'verl.dppo_tv': ('dppo_tv', _dppo('total_variation', 'probability')),
-  'verl.dppo_kl': ('dppo_kl', _dppo('binary_kl', 'divergence')),
-  'drpo.drpo': (
-    'drpo',
-    {
-      **_objective('quadratic', threshold=OPTIONS['threshold']),
-      **_aggregate('token_mean'),
-    },
-  ),
-  'verl.sapo': ('sapo_gate', GATE),
-  'verl.kl_cov': (
-    'kl_cov',
-    _objective(
-      'kl_cov',
-      share=OPTIONS['kl_cov_share'],
-      coefficient=OPTIONS['kl_cov_coefficient'],
-    ),
-  ),
-  'verl.clip_cov': (
-    'clip_cov',
-    _objective(
-      'clip_cov',
-      share=1.0,
-      least=OPTIONS['clip_cov_least'],
-      most=OPTIONS['clip_cov_most'],
-    ),
-  ),
-  'verl.reinforce': ('reinforce', {}),
-  'verl.unclipped': ('reinforce', {}),
-  'verl.unclipped_product': (
-    'reinforce',
-    _correct('tis', tis__cap=CAP, tis__truncated='product'),
-  ),
-  # Two public losses: PPO defines which tokens are cut, REINFORCE the weights.
-  'verl.minirl': (
-    'minirl',
-    {'correction__tis__cap': OPTIONS['minirl_cap']},
-  ),
-  'verl.tis': ('token_ppo', TIS),
-  'verl.tis_sequence': (
-    'token_ppo',
-    TIS | {'correction__tis__level': 'sequence'},
-  ),
-  'verl.mis': ('token_ppo', _correct('mis', mis__cap=CAP)),
-  'verl.mis_sequence': (
-    'token_ppo',
-    _correct('mis', mis__cap=CAP, mis__level='sequence'),
-  ),
-  'verl.icepop': (
-    'token_ppo',
-    _correct(
+POLICIES = _by_case(
+  token_ppo={
+    'verl.sequence_mean': _aggregate('sequence_mean'),
+    'verl.sequence_sum': _aggregate('sequence_sum'),
+    'verl.dual_clip': DUAL_CLIP,
+    'verl.tis': TIS,
+    'verl.tis_sequence': TIS | {'correction__tis__level': 'sequence'},
+    'verl.mis': _correct('mis', mis__cap=CAP),
+    'verl.mis_sequence': _correct('mis', mis__cap=CAP, mis__level='sequence'),
+    'verl.icepop': _correct(
       'icepop',
       icepop__least=OPTIONS['icepop_least'],
       icepop__most=OPTIONS['icepop_most'],
     ),
-  ),
-  'verl.geo_rs': ('token_ppo', _correct('geo_rs') | GEO_RS),
-  'verl.tis_geo_rs': (
-    'token_ppo',
-    TIS | GEO_RS | {'correction__names': ('tis', 'geo_rs')},
-  ),
-  'verl.kl_k1': ('token_ppo', _kl('k1')),
-  'verl.kl_k2': ('token_ppo', _kl('k2')),
-  'verl.kl_k3': ('token_ppo', _kl('k3')),
-  'trl.grpo': ('grpo', _kl('k3')),
-  'trl.bnpo': ('token_ppo', {}),
-  'trl.dr_grpo': (
-    'dr_grpo',
-    _aggregate(
-      'constant_length',
-      max_response_tokens=float(OPTIONS['max_response_tokens']),
-    ),
-  ),
-  'trl.dapo': ('dapo', {}),
-  'trl.cispo': ('cispo', CISPO),
-  # With a bound above 1 + high, its delta is our c.
-  'trl.two_sided': ('token_ppo', DUAL_CLIP),
-  'trl.gspo': ('gspo', NEAR),
-  'trl.luspo': ('gspo', NEAR | _aggregate('sequence_sum')),
-  'trl.sapo': ('sapo_gate', GATE),
-  'trl.vespo': (
-    'vespo',
-    _objective(
+    'verl.geo_rs': _correct('geo_rs') | GEO_RS,
+    'verl.tis_geo_rs': BOTH,
+    'verl.kl_k1': _kl('k1'),
+    'verl.kl_k2': _kl('k2'),
+    'verl.kl_k3': _kl('k3'),
+    'trl.bnpo': {},
+    # With a bound above 1 + high, its delta is our c.
+    'trl.two_sided': DUAL_CLIP,
+    # PPO on the product of a row's ratios; our `rloo` does not clip.
+    'trl.rloo': PRODUCT | _aggregate('sequence_mean'),
+    'tunix.ppo': DUAL_CLIP | _kl('k1'),
+    'tunix.sequence_sum': _aggregate('sequence_sum') | _kl('k3'),
+  },
+  dapo={'verl.token_mean': {}, 'trl.dapo': {}, 'tunix.token_mean': _kl('k2')},
+  grpo={'trl.grpo': _kl('k3'), 'tunix.grpo': _kl('k3')},
+  dr_grpo={
+    'verl.constant_length': CONSTANT,
+    'trl.dr_grpo': _aggregate('constant_length', max_response_tokens=RESPONSE),
+    'tunix.constant_length': CONSTANT | _kl('k3'),
+  },
+  gspo={'trl.gspo': NEAR, 'trl.luspo': NEAR | _aggregate('sequence_sum')},
+  gspo_token={'verl.gspo_token': NEAR, 'tunix.gspo_token': NEAR},
+  turn_ppo={
+    # There each turn is a row, and the gradient of verl goes through the token.
+    'verl.turn_token': TOKEN,
+    'verl.turn_token_mean': TOKEN | _aggregate('turn_mean'),
+    'trl.turn': {},
+    'trl.turn_mean': _aggregate('turn_mean'),
+  },
+  atpo={'atpo.atpo': NEAR},
+  cispo={'verl.cispo': CISPO, 'trl.cispo': CISPO},
+  gmpo={'verl.gmpo': {'bounds': defaults.choice('bounds', 'fixed', **GMPO)}},
+  dppo_tv={'verl.dppo_tv': _dppo('total_variation', 'probability')},
+  dppo_kl={'verl.dppo_kl': _dppo('binary_kl', 'divergence')},
+  drpo={
+    'drpo.drpo': _objective('quadratic', threshold=OPTIONS['threshold'])
+    | _aggregate('token_mean')
+  },
+  sapo_gate={'verl.sapo': GATE, 'trl.sapo': GATE},
+  vespo={
+    'trl.vespo': _objective(
       'gamma_weighted',
       power_positive=POSITIVE[0],
       decay_positive=POSITIVE[1],
       power_negative=NEGATIVE[0],
       decay_negative=NEGATIVE[1],
-    ),
-  ),
-  'atpo.atpo': ('atpo', NEAR),
-  'trl.turn': ('turn_ppo', {}),
-  'trl.turn_mean': ('turn_ppo', _aggregate('turn_mean')),
-  # PPO on the product of a row's ratios; our `rloo` does not clip.
-  'trl.rloo': (
-    'token_ppo',
-    {
-      'ratio__level': 'sequence',
-      'ratio__reduce': 'sum',
-      **_aggregate('sequence_mean'),
-    },
-  ),
-  'tunix.ppo': ('token_ppo', DUAL_CLIP | _kl('k1')),
-  'tunix.token_mean': ('dapo', _kl('k2')),
-  'tunix.grpo': ('grpo', _kl('k3')),
-  'tunix.constant_length': (
-    'dr_grpo',
-    _aggregate('constant_length', max_response_tokens=LENGTH) | _kl('k3'),
-  ),
-  'tunix.sequence_sum': ('token_ppo', _aggregate('sequence_sum') | _kl('k3')),
-  'tunix.gspo_token': ('gspo_token', NEAR),
-}
+    )
+  },
+  kl_cov={
+    'verl.kl_cov': _objective(
+      'kl_cov',
+      share=OPTIONS['kl_cov_share'],
+      coefficient=OPTIONS['kl_cov_coefficient'],
+    )
+  },
+  clip_cov={
+    'verl.clip_cov': _objective(
+      'clip_cov',
+      share=1.0,
+      least=OPTIONS['clip_cov_least'],
+      most=OPTIONS['clip_cov_most'],
+    )
+  },
+  reinforce={
+    'verl.reinforce': {},
+    'verl.unclipped': {},
+    'verl.unclipped_product': TIS | {'correction__tis__truncated': 'product'},
+  },
+  # Two public losses: PPO defines which tokens are cut, REINFORCE the weights.
+  minirl={'verl.minirl': {'correction__tis__cap': OPTIONS['minirl_cap']}},
+)
 # Cases whose mean over rows counts the row without tokens.
 ALL_ROWS_COUNT = (
   'verl.gmpo',

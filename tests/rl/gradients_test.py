@@ -1,5 +1,6 @@
 """A policy gradient divided by the norm of its clipping bias."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,26 +27,26 @@ def test_each_term_has_its_own_gradient():
     terms = clipping_bias.LossTerms(
       policy=jnp.sum(x**2), bias=3 * x[0], other=-x[0] * x[1]
     )
-    return terms, 'auxiliary'
+    return terms, x + 1
 
-  found, outputs = clipping_bias.term_gradients(
-    loss_terms, jnp.array([2.0, 5.0])
-  )
+  run = jax.jit(lambda x: clipping_bias.term_gradients(loss_terms, x))
+  found, outputs = run(np.array([2.0, 5.0]))
   np.testing.assert_array_equal(found.policy, [4, 10])
   np.testing.assert_array_equal(found.bias, [3, 0])
   np.testing.assert_array_equal(found.other, [-5, -2])
-  assert outputs == 'auxiliary'
+  np.testing.assert_array_equal(outputs, [3, 6])
 
 
 @pytest.mark.parametrize(('floor', 'divisor'), [(1.0, 13.0), (26.0, 26.0)])
 def test_the_policy_alone_is_divided_by_the_norm_of_the_bias(floor, divisor):
   # |(3, 4), 12| = 13, over all leaves together.
   terms = clipping_bias.LossTerms(
-    policy={'a': jnp.array([1.0, 2.0]), 'b': jnp.array(-26.0)},
-    bias={'a': jnp.array([3.0, 4.0]), 'b': jnp.array(12.0)},
-    other={'a': jnp.array([10.0, 0.0]), 'b': jnp.array(5.0)},
+    policy={'a': np.array([1.0, 2.0]), 'b': np.array(-26.0)},
+    bias={'a': np.array([3.0, 4.0]), 'b': np.array(12.0)},
+    other={'a': np.array([10.0, 0.0]), 'b': np.array(5.0)},
   )
-  gradient, norm = clipping_bias.divide_by_bias_norm(terms, floor=floor)
+  divide = jax.jit(clipping_bias.divide_by_bias_norm)
+  gradient, norm = divide(terms, floor=floor)
   np.testing.assert_allclose(gradient['a'], [10 + 1 / divisor, 2 / divisor])
   np.testing.assert_allclose(gradient['b'], 5 - 26 / divisor)
   assert norm == 13

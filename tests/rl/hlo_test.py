@@ -78,11 +78,8 @@ def _arguments():
 def _loss_and_gradients(algorithm, implementation):
   """Returns all terms of the loss, each with its gradient."""
 
+  @batches.summing(implementation)
   def run(logprobs_BL, entropy_BL, batch):
-    with batches.summing(implementation):
-      return traced(logprobs_BL, entropy_BL, batch)
-
-  def traced(logprobs_BL, entropy_BL, batch):
     statistics = losses.minibatch_statistics(
       algorithm, logprobs_BL, entropy_BL, batch, num_turns=batches.T
     )
@@ -99,35 +96,33 @@ def _loss_and_gradients(algorithm, implementation):
       return {'loss': loss.loss, 'bias': loss.bias}, loss
 
     heads, pull, loss = jax.vjp(parts, logprobs_BL, entropy_BL, has_aux=True)
-    ones = jax.tree.map(jnp.ones_like, heads)
-    return loss, pull(ones)
+    return loss, pull(jax.tree.map(jnp.ones_like, heads))
 
   return run
 
 
-def _row(name, **changes):
-  changes = {f'correction__clipping_bias__{k}': x for k, x in changes.items()}
-  return name, changes
-
-
 _CASES = {
-  'token': _row('token_ppo'),
-  'turn': _row('turn_ppo'),
-  'sequence': _row('gspo'),
-  'minibatch scope': _row('st_ppo', scope='minibatch'),
-  'microbatch scope': _row('st_ppo', scope='microbatch'),
-  'sequence scope': _row('st_ppo', scope='sequence'),
-  'turn scope': _row('st_ppo', scope='turn', level='turn'),
-  'norm of the gradient': _row('st_ppo', norm='gradient'),
+  'token': ('token_ppo', {}),
+  'turn': ('turn_ppo', {}),
+  'sequence': ('gspo', {}),
+  'minibatch scope': ('st_ppo', {'scope': 'minibatch'}),
+  'microbatch scope': ('st_ppo', {'scope': 'microbatch'}),
+  'sequence scope': ('st_ppo', {'scope': 'sequence'}),
+  'turn scope': ('st_ppo', {'scope': 'turn', 'level': 'turn'}),
+  'norm of the gradient': ('st_ppo', {'norm': 'gradient'}),
 }
+
+
+def _algorithm(case):
+  name, changes = _CASES[case]
+  changes = {f'correction__clipping_bias__{k}': x for k, x in changes.items()}
+  return batches.algorithm(name, **changes)
 
 
 @functools.cache
 def _alone(case):
   """Returns the same on one device, in the form that is meant for CPUs."""
-  name, changes = _CASES[case]
-  algorithm = batches.algorithm(name, **changes)
-  run = _loss_and_gradients(algorithm, 'segment_sum')
+  run = _loss_and_gradients(_algorithm(case), 'segment_sum')
   return _compile(run, *_arguments())(*_arguments())
 
 
@@ -143,11 +138,7 @@ def _check(algorithm, implementation):
 
 # The forms differ in the segment sums alone, and the levels and scopes in which
 # of them they take: these show what all do.
-_FAST = (
-  ('sequence', 'broadcast'),
-  ('norm of the gradient', 'broadcast'),
-  ('turn scope', 'unrolled'),
-)
+_FAST = (('norm of the gradient', 'broadcast'), ('turn scope', 'unrolled'))
 
 
 @pytest.mark.parametrize(
@@ -158,12 +149,9 @@ _FAST = (
   ],
 )
 def test_no_scatter_and_scalars_between_devices(case, implementation):
-  name, changes = _CASES[case]
-  algorithm = batches.algorithm(name, **changes)
-  sharded = _check(algorithm, implementation)
   jax.tree.map(
-    lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-10, atol=1e-12),
-    sharded,
+    functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12),
+    _check(_algorithm(case), implementation),
     _alone(case),
   )
 
@@ -210,16 +198,13 @@ def test_planted_instructions_are_found(function, opcode):
 
 
 @pytest.mark.parametrize(
-  ('function', 'opcode', 'is_scalar'),
+  ('function', 'is_scalar'),
   [
-    (lambda x: jnp.sum(x), 'all-reduce', True),
-    (lambda x: jnp.sum(x, axis=0), 'all-reduce', False),
-    (lambda x: jnp.cumsum(x, axis=0), None, False),
-    (lambda x: x[::-1], None, False),
+    (lambda x: jnp.sum(x), True),
+    (lambda x: jnp.sum(x, axis=0), False),
+    (lambda x: jnp.cumsum(x, axis=0), False),
   ],
 )
-def test_planted_collectives_are_found(function, opcode, is_scalar):
+def test_planted_collectives_are_found(function, is_scalar):
   found = _collectives(_compile(function, _by_row(np.ones((8, 16)))))
-  assert found
-  assert opcode is None or {kind for kind, _ in found} == {opcode}
-  assert all(scalar for _, scalar in found) == is_scalar
+  assert found and all(scalar for _, scalar in found) == is_scalar

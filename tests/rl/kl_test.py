@@ -21,16 +21,6 @@ def _estimates(logprobs, reference):
   return out
 
 
-@pytest.mark.parametrize('estimator', ['k1', 'k3'])
-def test_k1_and_k3_are_unbiased(estimator):
-  policy = np.array([0.5, 0.3, 0.2])
-  reference = np.array([0.2, 0.2, 0.6])
-  found = _estimates(np.log(policy)[None], np.log(reference)[None])
-  estimate, _ = np.asarray(found[estimator])
-  divergence = np.sum(policy * np.log(policy / reference))
-  np.testing.assert_allclose(np.sum(policy * estimate[0]), divergence)
-
-
 def test_far_from_the_reference_k3_is_huge_and_k3_clamped_is_10():
   far = np.array([[-10.0, -2.0, 20.0]])
   found = _estimates(far, np.zeros_like(far))
@@ -42,45 +32,39 @@ def test_far_from_the_reference_k3_is_huge_and_k3_clamped_is_10():
   np.testing.assert_allclose(slopes, [[0, 1 - math.exp(2), 0]])
 
 
+REFERENCE = np.array([0.2, 0.2, 0.6])
+
+
 @jax.jit
 def _gradients(logits):
-  """Returns those of the expected estimates, and of both divergences."""
-  reference = np.log(np.array([[0.2, 0.2, 0.6]]))
-  log_softmax = lambda logits: jax.nn.log_softmax(logits)[None]
-  policy = jnp.exp(log_softmax(logits))  # samples come from it: data
+  """Returns the gradients of the expected estimates by the logits."""
+  policy = jax.nn.softmax(logits)[None]  # samples come from it: data
 
   def expected(logits, estimator):
-    logprobs = log_softmax(logits)
+    logprobs = jax.nn.log_softmax(logits)[None]
+    reference = np.log(REFERENCE)[None]
     return jnp.sum(
       policy * kl.kl_estimate(logprobs, reference, MASK, estimator=estimator)
     )
 
-  def divergence(logits, forward):
-    logprobs = log_softmax(logits)
-    p, q = (logprobs, reference) if forward else (reference, logprobs)
-    return jnp.sum(jnp.exp(p) * (p - q))
-
-  return (
-    {name: jax.grad(expected)(logits, name) for name in kl.KL_ESTIMATORS},
-    *(jax.grad(divergence)(logits, forward) for forward in (True, False)),
-  )
+  return {name: jax.grad(expected)(logits, name) for name in kl.KL_ESTIMATORS}
 
 
-@pytest.mark.parametrize('estimator', ['k1', 'k2', 'k3', 'k3_clamped'])
-def test_the_expected_gradient_of_an_estimate_in_the_loss(estimator):
-  found, *divergences = _gradients(np.array([0.3, -0.2, 0.9]))
-  to_reference, from_reference = map(np.asarray, divergences)
+def test_the_expected_gradient_of_an_estimate_in_the_loss():
+  logits = np.array([0.3, -0.2, 0.9])
+  policy = np.exp(logits) / np.exp(logits).sum()
+  logs = np.log(policy / REFERENCE)
+  to_reference = policy * (logs - policy @ logs)  # of KL(policy || reference)
+  from_reference = policy - REFERENCE  # of KL(reference || policy)
   assert np.abs(to_reference - from_reference).max() > 0.01
-  np.testing.assert_allclose(
-    found[estimator],
-    {
-      'k1': np.zeros(3),
-      'k2': to_reference,
-      'k3': from_reference,
-      'k3_clamped': from_reference,
-    }[estimator],
-    atol=1e-12,
-  )
+  expected = {
+    'k1': np.zeros(3),
+    'k2': to_reference,
+    'k3': from_reference,
+    'k3_clamped': from_reference,
+  }
+  for name, gradient in _gradients(logits).items():
+    np.testing.assert_allclose(gradient, expected[name], atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -211,15 +211,6 @@ def _bounds(row, ratio, entropy, batch):
     sigmoid = 1 / (1 + np.exp(-batch.turn_z_BL))
     f = 1 + options['strength'] * (2 * sigmoid - 1)
     return 1 - f * options['clip_low'], 1 + f * options['clip_high']
-  if options['name'] in _TOKEN_BOUNDS:
-    low, high = full(1.0), full(1.0)
-    for tokens in twins.members(row['ratio']['level'], batch):
-      for t in tokens:
-        old = batch.old_logprobs_BL[t]
-        low[t], high[t] = _TOKEN_BOUNDS[options['name']](
-          options, len(tokens), old
-        )
-    return low, high
   if options['name'] == 'balanced':
     return tuple(full(x) for x in _balanced(options, ratio, batch))
   segments = twins.members(row['ratio']['level'], batch)
@@ -227,24 +218,26 @@ def _bounds(row, ratio, entropy, batch):
   mean = sum(means) / len(means)
   low, high = full(1.0), full(1.0)
   for tokens, own in zip(segments, means, strict=True):
-    f = min(max(own / mean, options['least']), options['most'])
     for t in tokens:
+      if options['name'] in _TOKEN_BOUNDS:
+        of_token = _TOKEN_BOUNDS[options['name']]
+        low[t], high[t] = of_token(options, batch.old_logprobs_BL[t])
+        continue
+      if options['name'] == 'by_length':
+        f = len(tokens) ** -options['exponent']
+      else:
+        f = min(max(own / mean, options['least']), options['most'])
       low[t] = 1 - f * options['clip_low']
       high[t] = 1 + f * options['clip_high']
   return low, high
 
 
-def _by_length(options, length, old):
-  scale = length ** -options['exponent']
-  return 1 - options['clip_low'] * scale, 1 + options['clip_high'] * scale
-
-
-def _total_variation(options, length, old):
+def _total_variation(options, old):
   p = math.exp(old)
   return (p - options['fall']) / p, (p + options['rise']) / p
 
 
-def _binary_kl(options, length, old):
+def _binary_kl(options, old):
   p = math.exp(old)
 
   def divergence(log):
@@ -268,7 +261,6 @@ def _binary_kl(options, length, old):
 
 
 _TOKEN_BOUNDS = {
-  'by_length': _by_length,
   'total_variation': _total_variation,
   'binary_kl': _binary_kl,
 }
@@ -329,28 +321,24 @@ def _tis(row, ratio_at, batch, low, high):
   return np.minimum(k * ratio, options['cap']) / ratio
 
 
-def _mis(row, ratio_at, batch, low, high):
-  options = row['correction']['mis']
-  k = _k(batch, options)
-  return np.where(k > options['cap'], 0, k)
+def _by_k(name, factor):
+  """Returns a correction whose factor depends on k and the options alone."""
 
+  def correction(row, ratio_at, batch, low, high):
+    options = row['correction'][name]
+    return factor(_k(batch, options), options)
 
-def _icepop(row, ratio_at, batch, low, high):
-  options = row['correction']['icepop']
-  k = _k(batch, options)
-  return np.where((k < options['least']) | (k > options['most']), 0, k)
-
-
-def _geo_rs(row, ratio_at, batch, low, high):
-  options = row['correction']['geo_rs']
-  log_k = np.log(_k(batch, options))
-  return np.where(np.abs(log_k) > options['band'], 0.0, 1.0)
+  return correction
 
 
 _CORRECTIONS = {
   'clipping_bias': _clipping_bias,
   'tis': _tis,
-  'mis': _mis,
-  'icepop': _icepop,
-  'geo_rs': _geo_rs,
+  'mis': _by_k('mis', lambda k, x: np.where(k > x['cap'], 0, k)),
+  'icepop': _by_k(
+    'icepop', lambda k, x: np.where((k < x['least']) | (k > x['most']), 0, k)
+  ),
+  'geo_rs': _by_k(
+    'geo_rs', lambda k, x: np.where(np.abs(np.log(k)) > x['band'], 0.0, 1.0)
+  ),
 }

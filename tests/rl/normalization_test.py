@@ -23,16 +23,12 @@ def _guard(logs):
   return target, *guard.function(logs, batch, target, num_turns=4)
 
 
-def test_at_the_old_policy_guard_does_nothing():
+def test_guard_does_nothing_at_the_old_policy_and_its_scale_is_limited():
   target, normal, weights = _guard(np.zeros_like(LOGS))
   assert target == 0
   np.testing.assert_array_equal(normal, np.zeros_like(LOGS))
   np.testing.assert_array_equal(weights, np.ones_like(LOGS))
-
-
-def test_the_scale_is_limited():
-  logs = np.where(TURNS == 1, LOGS * 1e-4, LOGS)
-  _, _, weights = _guard(logs)
+  _, _, weights = _guard(np.where(TURNS == 1, LOGS * 1e-4, LOGS))
   np.testing.assert_allclose(weights[0, 0], 1 / ratios.GUARD_LIMIT)
 
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from stppo_jax.configs import defaults
-from stppo_jax.rl import loss_context
 from stppo_jax.rl import objectives
 from tests.rl import batches
 
@@ -16,16 +15,7 @@ LOGPROBS = np.array([[-1.0, -2.0, -3.0, -1.0, -2.0, -3.0]])
 
 def _objective(name, ratio, advantages, **options):
   """Returns terms, and what is cut, of one turn per row; bounds 0.8 and 1.2."""
-  batch, _, _ = batches.make()
-  batch = batch.replace(
-    loss_mask_BL=np.ones(ratio.shape, bool),
-    turn_ids_BL=np.ones(ratio.shape, np.int32),
-    old_logprobs_BL=LOGPROBS,
-  )
-  ratio_at, zeros = lambda level: ratio, np.zeros(ratio.shape)
-  context = loss_context.LossContext(
-    ratio_at, 'token', advantages, None, zeros, batch, num_turns=1
-  )
+  context = batches.context(ratio, advantages, LOGPROBS[:, : ratio.size])
   options = defaults.DEFAULTS['objective'][name] | options
   function = objectives.OBJECTIVES[name].function
   return function(context, 0.8, 1.2, (), **options)
@@ -60,27 +50,19 @@ def test_a_share_of_the_tokens_between_two_covariances_is_cut():
   clip_cov = objectives.OBJECTIVES['clip_cov']
   limits = {'least': 0.5, 'most': 2.0}
 
-  def context(advantages, logprobs, old):
-    batch, _, _ = batches.make()
-    mask = np.ones(old.shape, bool)
-    batch = batch.replace(loss_mask_BL=mask, old_logprobs_BL=old)
-    ratio_at = lambda level: np.ones(old.shape)
-    return loss_context.LossContext(
-      ratio_at, 'token', advantages, None, logprobs, batch, num_turns=1
-    )
-
   @jax.jit
   def statistics(arrays, share):
-    whole = context(*arrays)
+    whole = batches.context(np.ones(shape), *arrays)
     return clip_cov.statistics(whole, 0.0, 9.0, share=share, **limits)
 
   @jax.jit
   def function(arrays, found, share):
+    context = batches.context(np.ones(arrays[0].shape), *arrays)
     options = {'share': share, **limits}
-    return clip_cov.function(context(*arrays), 0.0, 9.0, found, **options)[1]
+    return clip_cov.function(context, 0.0, 9.0, found, **options)[1]
 
   def cut(rows=slice(None), share=0.05):
-    arrays = advantages, logprobs, old
+    arrays = advantages, old, logprobs
     found = statistics(arrays, share)
     return np.asarray(function([x[rows] for x in arrays], found, share))
 
@@ -106,13 +88,8 @@ _KL_COV = objectives.OBJECTIVES['kl_cov']
 
 def _mixed(logprobs):
   """Returns a context with advantages of both signs and the ratio e."""
-  batch, _, _ = batches.make()
-  batch = batch.replace(loss_mask_BL=np.ones((1, 6), bool))
-  ratio_at = lambda level: np.full((1, 6), np.e)
   advantages = np.array([[1.0, 2.0, -1.0, -3.0, 0.5, 0.1]])
-  return loss_context.LossContext(
-    ratio_at, 'token', advantages, None, logprobs, batch, num_turns=1
-  )
+  return batches.context(np.full((1, 6), np.e), advantages, 0.0, logprobs)
 
 
 @jax.jit

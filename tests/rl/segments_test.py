@@ -40,8 +40,7 @@ def test_every_level_sums_its_members():
     out = {}
     for level in segments.LEVELS:
       own = segments.level_segments(level, batch, num_turns=batches.T)
-      totals = segments.segment_totals(x, own)
-      out[level] = segments.segment_spread(totals, own)
+      out[level] = segments.segment_spread(segments.segment_totals(x, own), own)
     return out
 
   for level, actual in run(x, batch).items():

@@ -6,6 +6,7 @@ batch, so that the expectation of an update is a finite sum. One number of the
 batch is a turn. docs/turn_baselines.md has the derivation.
 """
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -74,6 +75,7 @@ def _true_gradient(trajectories):
   )
 
 
+@functools.cache
 def _moments(trajectories, name, **options):
   """Returns the expected update of a group, and its expected square."""
   groups = list(itertools.product(trajectories, repeat=G))

@@ -5,11 +5,11 @@ import re
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.sampling import tokenizer as tokenizer_lib
 from tests.sampling import families
 from tests.training import runs
 
 _QUESTION = 'Who is the king of the lake?'
+_TOOLS = {'env__name': 'tools', 'data__name': 'arithmetic'}
 _LINE = re.compile(r" *(\d+) +(\d+)  (.{12,}?) '(.*)'")
 
 
@@ -43,16 +43,10 @@ def qwen(tmp_path):
 
 
 def test_each_token_is_shown_with_what_it_is(qwen, capsys):
-  turns = [
-    '<think> a </think><search> the lake </search> more',
-    'I do not know',
-  ]
+  search = '<think> a </think><search> the lake </search> more'
+  changes = {'prompt__system': 'Be brief.', 'env__prompt_template': ''}
   text, sections, lines = _shown(
-    capsys,
-    qwen,
-    turns=turns,
-    prompt__system='Be brief.',
-    env__prompt_template='',
+    capsys, qwen, turns=[search, 'I do not know'], **changes
   )
   assert text.startswith('<|im_start|>system\nBe brief.<|im_end|>\n')
   assert f'Question: {_QUESTION}\n<|im_end|>\n<|im_start|>assistant\n' in text
@@ -94,25 +88,15 @@ def test_the_default_turns_show_each_action(qwen, capsys):
 @pytest.mark.parametrize(
   ('family', 'template', 'changes', 'note'),
   [
-    (
-      'Gemma 2',
-      None,
-      {'prompt__system': 'Be brief.'},
-      "prompt.system begins the user's message",
-    ),
+    ('Gemma 2', None, {'prompt__system': 'Be brief.'}, ["begins the user's"]),
     (
       'Qwen3',
       '{{ messages[0].content }}<think>\n',
       {},
-      'the prompt leaves <think> open',
+      ['leaves <think> open'],
     ),
-    (
-      'Gemma 2',
-      None,
-      {'env__name': 'tools', 'data__name': 'arithmetic'},
-      'no chat template describes the tools',
-    ),
-    ('Qwen3', None, {'env__name': 'tools', 'data__name': 'arithmetic'}, ''),
+    ('Gemma 2', None, _TOOLS, ['no chat template describes the tools']),
+    ('Qwen3', None, _TOOLS, []),
   ],
 )
 def test_what_is_easily_overlooked_is_said(
@@ -121,16 +105,9 @@ def test_what_is_easily_overlooked_is_said(
   families.save(family, tmp_path, template=template)
   _, _, lines = _shown(capsys, tmp_path, **changes)
   notes = [line for line in lines if line.startswith('note: ')]
-  assert notes == ([f'note: {note}'] if note else [])
+  assert len(notes) == len(note) and all(x in y for x, y in zip(note, notes))
 
 
 def test_a_turn_that_is_cut_has_no_stop(qwen, capsys):
   _, sections, _ = _shown(capsys, qwen, turns=['word ' * 200])
   assert sections[1][1][-1][2].strip() == 'cut'
-
-
-def test_a_tokenizer_that_does_not_fit_is_one_line(qwen, refused):
-  flags = runs.flags(model__tokenizer_path=qwen, prompt__bos='on')
-  line = f'{qwen}: prompt.bos=on: the tokenizer names no bos_token\n'
-  assert refused('prompt', *flags) == line
-  assert tokenizer_lib.Tokenizer.load(qwen).kind(0) == ''

@@ -93,8 +93,7 @@ def test_the_majority_is_the_most_frequent_golden_answer():
     _record(str(n), 0, golden_answers=answers)
     for n, answers in enumerate(golden)
   ]
-  for record in records:
-    record['scores']['substring_match'] = 0
+  records = [x | {'scores': {'em': 0, 'substring_match': 0}} for x in records]
   for score in ('em', 'substring_match'):
     assert score_report.report('nq', records, score).baseline == 3 / 5
   # Of options, a letter or a text: "B" is right in three, "two" in two.
@@ -120,12 +119,6 @@ def test_tables_have_a_line_for_each_set():
   nq, hotpotqa = (dict(zip(head, row, strict=True)) for row in rows)
   assert (nq['em'], nq['95 %'], nq['f1']) == ('0.500', '0.095-0.905', '0.250')
   assert (nq['recall'], hotpotqa['recall']) == ('', '1.000')
-  markdown = score_report.as_markdown([head, *rows]).splitlines()
-  assert len({line.count('|') for line in markdown}) == 1
-  assert score_report.as_json([first])['nq']['scores'] == {
-    'em': 0.5,
-    'f1': 0.25,
-  }
 
 
 def test_a_table_has_sets_of_different_numbers_of_samples():

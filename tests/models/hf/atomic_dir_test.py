@@ -8,8 +8,12 @@ import pytest
 
 from stppo_jax.models.hf import export
 
+_FILES = ('weights', 'config', 'index')
+_OLD = dict.fromkeys(_FILES, 'old')
+_NEW = dict.fromkeys(('weights', 'config'), 'new')
 
-def _fill(folder, text, names=('weights', 'config')):
+
+def _fill(folder, text, names):
   folder.mkdir(parents=True, exist_ok=True)
   for name in names:
     (folder / name).write_text(text)
@@ -19,22 +23,9 @@ def _content(folder):
   return {path.name: path.read_text() for path in folder.iterdir()}
 
 
-def _replace(target, text='new', names=('weights', 'config')):
-  ours = {'weights', 'config', 'index'}.__contains__
-  with export.replace_dir(target, ours=ours) as folder:
-    _fill(folder, text, names)
-
-
-_OLD, _NEW = (
-  {name: text for name in ('weights', 'config')} for text in ('old', 'new')
-)
-
-
-def test_files_of_others_stay(tmp_path):
-  target = tmp_path / 'policy'
-  _fill(target, 'old', ('weights', 'index', 'notes'))
-  _replace(target)
-  assert _content(target) == _NEW | {'notes': 'old'}
+def _replace(target, text='new'):
+  with export.replace_dir(target, ours=_FILES.__contains__) as folder:
+    _fill(folder, text, ('weights', 'config'))
 
 
 @pytest.mark.parametrize('survived', range(6))
@@ -42,7 +33,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_folder(
   tmp_path, monkeypatch, survived
 ):
   target = tmp_path / 'policy'
-  _fill(target, 'old', ('weights', 'config', 'notes'))
+  _fill(target, 'old', (*_FILES, 'notes'))
   left = [survived]
 
   def mortal(function):
@@ -67,13 +58,14 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_folder(
     found.pop('notes', None)
     assert found in (_OLD, _NEW)
   _replace(target, 'newer')
+  # Files of others stay.
   assert _content(target) == dict.fromkeys(_NEW, 'newer') | {'notes': 'old'}
   assert os.listdir(tmp_path) == ['policy']
 
 
 def test_a_failing_rename_keeps_the_old_folder(tmp_path, monkeypatch):
   target = tmp_path / 'policy'
-  _fill(target, 'old')
+  _fill(target, 'old', _FILES)
   rename = pathlib.Path.rename
 
   def refused(path, new):

@@ -11,9 +11,9 @@ import pytest
 import safetensors.numpy
 
 from stppo_jax.models.hf import config_json
+from stppo_jax.models.hf import export
 from stppo_jax.models.hf import families
 from stppo_jax.models.hf import load
-from stppo_jax.models.hf import safetensors_file
 from stppo_jax.models.hf import weight_files
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
@@ -78,8 +78,10 @@ def test_values_that_are_not_finite_are_refused_by_name(tmp_path, bad, dtype):
 def test_an_unused_head_that_differs_is_said(tmp_path, caplog, change):
   tensors = _tensors(_TIED)
   tensors['lm_head.weight'] = tensors['model.embed_tokens.weight'] + change
+  tensors['model.layers.0.self_attn.rotary_emb.inv_freq'] = np.ones(4)
   _write(tmp_path, _TIED, tensors)
   load.check_weights(tmp_path, _TIED.config)
+  _equal(load.read_params(tmp_path, _TIED.config), tiny.params(_TIED))
   said = [record.getMessage() for record in caplog.records]
   assert said == [
     f'{tmp_path}: lm_head.weight differs from model.embed_tokens.weight and is '
@@ -98,16 +100,18 @@ def test_weights_of_any_dtype_become_float32(tmp_path, dtype):
 
 # Slices: whole leaves; some layers or rows; pieces of a layer; single numbers.
 @pytest.mark.parametrize(
-  'block_bytes', [2**24, pytest.param(1500, marks=pytest.mark.slow), 200]
-)
-@pytest.mark.parametrize(
-  ('sizes', 'model'),
+  ('sizes', 'model', 'block_bytes'),
   [
-    pytest.param((8, 1, 1), _DENSE, id='data-dense'),
-    pytest.param((2, 2, 2), _MIXTURE, id='cut-mixture'),
-    pytest.param((2, 2, 2), _DENSE, id='cut-dense', marks=pytest.mark.slow),
-    pytest.param(
-      (8, 1, 1), _MIXTURE, id='data-mixture', marks=pytest.mark.slow
+    ((8, 1, 1), _DENSE, 2**24),
+    ((2, 2, 2), _MIXTURE, 200),
+    *(
+      pytest.param(*case, marks=pytest.mark.slow)
+      for case in (
+        ((8, 1, 1), _MIXTURE, 1500),
+        ((2, 2, 2), _DENSE, 200),
+        ((2, 2, 2), _MIXTURE, 1500),
+        ((2, 2, 2), _MIXTURE, 2**24),
+      )
     ),
   ],
 )
@@ -135,14 +139,6 @@ def test_loaded_weights_can_be_donated(tmp_path):
   before = places(params)
   keep = jax.jit(lambda tree: tree, donate_argnums=0)
   assert places(keep(params)) == before
-
-
-def test_harmless_extra_tensors_are_ignored(tmp_path):
-  tensors = _tensors(_TIED)
-  tensors['lm_head.weight'] = tensors['model.embed_tokens.weight'].copy()
-  tensors['model.layers.0.self_attn.rotary_emb.inv_freq'] = np.ones(4)
-  _write(tmp_path, _TIED, tensors)
-  _equal(load.read_params(tmp_path, _TIED.config), tiny.params(_TIED))
 
 
 @pytest.mark.parametrize(
@@ -218,21 +214,11 @@ def _large(folder, num_layers, hidden_size):
     intermediate_size=4 * hidden_size,
     num_layers=num_layers,
   )
-  shapes, params = {}, jax.eval_shape(model.init, jax.random.key(0))
-  for entry in families.entries(model.config):
-    leaf = params
-    for key in entry.path:
-      leaf = leaf[key]
-    shape = leaf.shape[len(entry.index) :]
-    shapes[entry.hf_name] = shape[::-1] if entry.transposed else shape
-  folder.mkdir()
-  (folder / 'config.json').write_text(
-    json.dumps(config_json.write(model.config))
+  params = jax.tree.map(
+    lambda x: np.broadcast_to(np.float32(0.5), x.shape), model.abstract_params
   )
-  values = (np.full(shape, 0.5) for shape in shapes.values())
-  with open(folder / weight_files.SINGLE, 'wb') as file:
-    safetensors_file.write(file, shapes, 'BF16', values)
-    return file.tell()
+  export.export(folder, model.config, params, dtype='bfloat16')
+  return (folder / weight_files.SINGLE).stat().st_size
 
 
 @pytest.mark.slow

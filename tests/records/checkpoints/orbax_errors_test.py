@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import sys
 import types
 
@@ -11,7 +10,9 @@ import pytest
 from stppo_jax.records.checkpoints import orbax_errors
 from tests import processes
 
-_SAVES_TOO_MUCH = """
+_SAVES_AND_RESTORES = """
+import os
+import pathlib
 import resource
 import sys
 
@@ -27,34 +28,24 @@ class Own:
 state = {f'w{n}': jax.random.normal(jax.random.key(n), (64, 64))
          for n in range(12)}
 checkpointer = checkpoint.Checkpointer(sys.argv[1])
-checkpointer.save(1, state, {})
+for step in (1, 2, 3):
+  checkpointer.save(step, state, {})
 # As on a full disk: no file can grow beyond some thousand bytes.
-resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
 try:
-  checkpointer.save(2, state, {})
+  checkpointer.save(4, state, {})
 except pending_save.SaveFailed as error:
   print(error, file=sys.stderr)
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+for step, damage in ((2, os.remove), (3, lambda path: os.truncate(path, 9))):
+  folder = pathlib.Path(sys.argv[1], 'checkpoints', str(step))
+  for path in folder.rglob('d/*'):
+    damage(path)
+step, _, _ = checkpointer.restore_latest(state)
+print(step)
 del checkpointer
 Own()
-"""
-
-_RESTORES = """
-import sys
-
-import jax
-import jax.numpy as jnp
-
-from stppo_jax.records.checkpoints import checkpoint
-
-state = {f'w{n}': jnp.full((64, 64), n, jnp.float32) for n in range(12)}
-checkpointer = checkpoint.Checkpointer(sys.argv[1], keep=9)
-if sys.argv[2] == 'save':
-  for step in (1, 2, 3, 4):
-    checkpointer.save(step, state, {})
-else:
-  step, _, _ = checkpointer.restore_latest(state)
-  print(step)
-checkpointer.close()
 """
 
 
@@ -86,50 +77,21 @@ def test_only_what_tensorstore_tells_a_lost_loop_is_hidden(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_save_that_fails_is_one_line(tmp_path):
-  done = processes.python('-c', _SAVES_TOO_MUCH, tmp_path)
-  line, *others = done.stderr.splitlines()
-  folder = tmp_path / 'checkpoints'
-  start, reason = line.split(': ', 1)
-  assert start == f'step 2 could not be saved in {folder}'
+def test_a_failed_save_and_each_damaged_step_are_one_line(tmp_path):
+  done = processes.python('-c', _SAVES_AND_RESTORES, tmp_path)
+  assert done.stdout == '1\n', done.stderr
+  failed, *damaged = done.stderr.splitlines()[:3]
+  start, reason = failed.split(': ', 1)
+  assert start == f'step 4 could not be saved in {tmp_path / "checkpoints"}'
   assert reason.endswith(': File too large') and len(reason) < 80
+  for step, line in zip((3, 2), damaged, strict=True):
+    assert f'checkpoint {step} is not valid (' in line
+    assert line.endswith(f'set aside as {step}.corrupt')
   # The error of the user is reported, and nothing else.
+  others = done.stderr.splitlines()[3:]
   assert others[-1] == 'ValueError: an error of the user'
   assert sum('Traceback' in other for other in others) == 1
   assert 'Event loop is closed' not in done.stderr
-
-
-def _run(program, *arguments):
-  """Runs a program and returns its output and the lines of its errors."""
-  done = processes.python('-c', program, *arguments)
-  assert done.returncode == 0, done.stderr
-  return done.stdout, done.stderr.splitlines()
-
-
-@pytest.mark.slow
-def test_each_damaged_step_is_one_line(tmp_path):
-  assert _run(_RESTORES, tmp_path, 'save') == ('', [])
-  for step in (2, 3, 4):
-    arrays = [
-      path
-      for path in (tmp_path / 'checkpoints' / str(step)).rglob('d/*')
-      if path.is_file()
-    ]
-    assert arrays
-    for path in arrays:
-      if step == 2:
-        path.unlink()
-      elif step == 3:
-        os.truncate(path, 9)
-      else:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 0x10
-        path.write_bytes(data)
-  restored, lines = _run(_RESTORES, tmp_path, 'restore')
-  assert restored == '1\n'
-  for step, line in zip((4, 3, 2), lines, strict=True):
-    assert f'checkpoint {step} is not valid (' in line
-    assert line.endswith(f'set aside as {step}.corrupt')
 
 
 def test_what_is_meant_is_no_warning_and_other_warnings_are_shown():

@@ -6,20 +6,10 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.retrieval.indexes import dense
-from stppo_jax.retrieval.indexes import index_folder
 
 
-class _Passages:
-  """N passages, made when they are looked at."""
-
-  def __init__(self, size):
-    self._size = size
-
-  def __len__(self):
-    return self._size
-
-  def __getitem__(self, n):
-    return types.Passage(f'p{n}', '', '')
+def _passages(size):
+  return [types.Passage(f'p{n}', f'T{n}', f'text {n}') for n in range(size)]
 
 
 def _vectors(*shape, seed=0):
@@ -29,7 +19,7 @@ def _vectors(*shape, seed=0):
 def _index(vectors_PD, num_devices, **options):
   return dense.DenseIndex(
     vectors_PD,
-    _Passages(len(vectors_PD)),
+    _passages(len(vectors_PD)),
     lambda texts: _vectors(len(texts), vectors_PD.shape[1], seed=1),
     devices=jax.local_devices()[:num_devices],
     **options,
@@ -57,7 +47,7 @@ def test_passages_come_with_scores_and_the_prefix_is_written():
 
   vectors_PD = np.array([[1, 0, 0], [0, 2, 0], [0, 1, 3]], np.float32)
   index = dense.DenseIndex(
-    vectors_PD, _Passages(3), encode, query_prefix='query: '
+    vectors_PD, _passages(3), encode, query_prefix='query: '
   )
   first, second = index.search(['a', 'b'], 2)
   assert texts == ['query: a', 'query: b'] and len(index) == 3
@@ -66,41 +56,32 @@ def test_passages_come_with_scores_and_the_prefix_is_written():
   assert index.search([], 2) == []
 
 
-def test_ties_come_in_the_order_of_the_corpus():
+@pytest.mark.parametrize('num_devices', [1, 8])
+def test_ties_come_in_the_order_of_the_corpus_and_topk_may_exceed_it(
+  num_devices,
+):
   vectors_PD = np.ones((50, 4), np.float32)
   vectors_PD[30] += 1
-  for num_devices in (1, 8):
-    index = _index(vectors_PD, num_devices, tile=3)
-    _, rows = index.nearest(np.ones((1, 4), np.float32), 5)
-    assert rows.tolist() == [[30, 0, 1, 2, 3]]
-
-
-def test_topk_beyond_the_corpus():
-  vectors_PD = _vectors(5, 4)
-  for num_devices in (1, 8):
-    _, rows = _index(vectors_PD, num_devices).nearest(_vectors(1, 4), 50)
-    assert sorted(rows[0]) == [0, 1, 2, 3, 4]
+  index = _index(vectors_PD, num_devices, tile=3)
+  order = [30, *range(30), *range(31, 50)]
+  for topk in (5, 60):
+    _, rows = index.nearest(np.ones((1, 4), np.float32), topk)
+    assert rows.tolist() == [order[:topk]]
 
 
 @pytest.mark.parametrize('dtype', dense.DTYPES)
 def test_vectors_are_written_and_read(tmp_path, dtype):
-  passages = [types.Passage(f'{n}', f'T{n}', f'text {n}') for n in range(9)]
-  folder = index_folder.IndexFolder.create(tmp_path / 'index', passages)
   texts = []
 
   def encode(some):
     texts.extend(some)
     return _vectors(len(some), 8)
 
-  folder.add_part(
-    'dense',
-    {'dtype': dtype},
-    lambda path: dense.write_vectors(
-      path, passages, encode, size=8, dtype=dtype, passage_prefix='passage: '
-    ),
+  dense.write_vectors(
+    tmp_path, _passages(9), encode, size=8, dtype=dtype, passage_prefix='of: '
   )
-  assert texts[3] == 'passage: T3\ntext 3' and len(texts) == 9
-  found = dense.read_vectors(folder.path / 'dense', dtype, size=8)
+  assert texts[3] == 'of: T3\ntext 3' and len(texts) == 9
+  found = dense.read_vectors(tmp_path, dtype, size=8)
   np.testing.assert_array_equal(
     found.astype(np.float32),
     _vectors(9, 8).astype(dense.DTYPES[dtype]).astype(np.float32),
@@ -111,12 +92,12 @@ def test_vectors_are_written_and_read(tmp_path, dtype):
     rows[:, 0], np.argmax(_vectors(9, 8) @ _vectors(9, 8).T, axis=1)
   )
   with pytest.raises(ValueError, match=r'shape \(9, 8\), not .* 7\)'):
-    dense.read_vectors(folder.path / 'dense', dtype, size=7)
-  (folder.path / 'dense' / 'vectors.npy').write_bytes(b'x')
+    dense.read_vectors(tmp_path, dtype, size=7)
+  (tmp_path / 'vectors.npy').write_bytes(b'x')
   with pytest.raises(ValueError, match='damaged vectors'):
-    dense.read_vectors(folder.path / 'dense', dtype, size=8)
+    dense.read_vectors(tmp_path, dtype, size=8)
 
 
 def test_another_number_of_vectors_is_refused():
   with pytest.raises(ValueError, match='4 vectors for 5 passages'):
-    dense.DenseIndex(_vectors(4, 2), _Passages(5), _vectors)
+    dense.DenseIndex(_vectors(4, 2), _passages(5), _vectors)

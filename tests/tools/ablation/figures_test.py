@@ -33,6 +33,7 @@ def test_the_legend_has_the_arms_of_all_groups(tmp_path):
   assert '>one, 1 to 2 seeds<' in path.read_text()
 
 
+@pytest.mark.slow
 def test_a_group_has_a_line_of_its_own_and_ticks_are_plain_numbers(tmp_path):
   arms = [study_lib.Arm(f'rate {n}', 'one', 'st_ppo', '', {}) for n in (1, 2)]
   study = study_lib.Study('rates', 'Rates', 1, arms, {})

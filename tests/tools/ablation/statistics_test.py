@@ -16,7 +16,7 @@ _A = [0.21, 0.34, 0.27, 0.45, 0.19, 0.31, 0.38, 0.25]
 _B = [0.48, 0.33, 0.52, 0.61, 0.44, 0.29, 0.57, 0.50]
 
 
-@pytest.mark.parametrize('values', [_A, _B, [0.1, 0.5, 0.4]])
+@pytest.mark.parametrize('values', [_A, [0.1, 0.5, 0.4]])
 def test_intervals_are_those_of_scipy(values):
   found = statistics.mean(values)
   expected = stats.bootstrap(
@@ -40,16 +40,22 @@ def test_the_interval_of_a_share_is_that_of_scipy(count, total):
   np.testing.assert_allclose(found, [count / total, *expected], atol=1e-6)
 
 
+def _permutations(values, others):
+  """Returns the exact test of paired differences of scipy."""
+  return stats.permutation_test(
+    (values, others),
+    lambda x, y, axis: np.mean(x - y, axis=axis),
+    permutation_type='samples',
+    vectorized=True,
+    n_resamples=np.inf,
+  )
+
+
 @pytest.mark.parametrize('count', [3, 8])
 def test_paired_differences_are_those_of_scipy(count):
   values, others = np.array(_B[:count]), np.array(_A[:count])
   found = statistics.difference(values, others)
-  expected = stats.permutation_test(
-    (values, others),
-    lambda x, y: np.mean(x - y),
-    permutation_type='samples',
-    n_resamples=np.inf,
-  )
+  expected = _permutations(values, others)
   assert found.estimate.mean == pytest.approx(expected.statistic)
   assert found.p == pytest.approx(expected.pvalue)
   assert (found.seeds, found.larger) == (count, (values > others).sum())
@@ -60,15 +66,9 @@ def test_paired_differences_are_those_of_scipy(count):
 
 
 def test_many_seeds_have_a_drawn_p_value():
-  rng = np.random.default_rng(0)
-  values = rng.normal(0.3, 1.0, 16)
-  found = statistics.difference(values, np.zeros(16))
-  expected = stats.permutation_test(
-    (values, np.zeros(16)),
-    lambda x, y: np.mean(x - y),
-    permutation_type='samples',
-    n_resamples=np.inf,
-  )
+  values = np.random.default_rng(0).normal(0.3, 1.0, 13)
+  found = statistics.difference(values, np.zeros(13))
+  expected = _permutations(values, np.zeros(13))
   assert found.p == pytest.approx(expected.pvalue, abs=0.015)
 
 
@@ -88,22 +88,18 @@ def test_without_a_number_there_is_no_p_value():
   assert math.isnan(statistics.difference([0.1, math.nan], [0.9, 0.8]).p)
 
 
+def _run(arm, seed, values):
+  """Returns a run that has the same values in every column."""
+  return results.Run('', arm, seed, 'x', dict.fromkeys(results.COLUMNS, values))
+
+
 def test_a_run_without_success_has_no_difference():
   one, other = np.full(31, math.nan), np.full(31, 0.5)
   study = study_lib.parse(
     'pair', {'seeds': 2, 'arms': {'': {'token_ppo': {}, 'st_ppo': {}}}}
   )
   runs = [
-    results.Run(
-      '',
-      arm,
-      seed,
-      'x',
-      {
-        name: one if seed and arm == 'st_ppo' else other
-        for name in results.COLUMNS
-      },
-    )
+    _run(arm, seed, one if seed and arm == 'st_ppo' else other)
     for arm in ('token_ppo', 'st_ppo')
     for seed in range(2)
   ]
@@ -114,12 +110,10 @@ def test_a_run_without_success_has_no_difference():
 def test_the_first_five_steps_have_a_table_of_their_own():
   study = study_lib.parse('one', {'seeds': 2, 'arms': {'': {'token_ppo': {}}}})
   # Step 0 has evaluations only; the numbers after step 5 are far away.
-  columns = [
-    {name: np.array([math.nan, *first, *[9.0] * 5]) for name in results.COLUMNS}
-    for first in ([0.1, 0.2, 0.3, 0.4, 0.5], [0.5, 0.6, 0.7, 0.8, 0.9])
-  ]
+  firsts = np.linspace(0.1, 0.5, 5), np.linspace(0.5, 0.9, 5)
   runs = [
-    results.Run('', 'token_ppo', seed, 'x', columns[seed]) for seed in (0, 1)
+    _run('token_ppo', seed, np.array([math.nan, *first, *[9.0] * 5]))
+    for seed, first in enumerate(firsts)
   ]
   tables = verdict.tables(study, runs)
   head, row = tables['In the first 5 steps']

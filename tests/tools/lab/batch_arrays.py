@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from stppo_jax.tools.lab import saved_batch
 from tests.rl import batches
 
 
@@ -34,3 +35,9 @@ def arrays(seed=0, spread=0.4, poison=np.nan):
   found['loss_mask_BL'] = mask.astype(np.uint8)
   found['group_ids_B'] = found['group_ids_B'].astype(np.int64) * 2**40
   return found, batch, logprobs, entropy
+
+
+def selected(arrays, needs):
+  """Returns the arrays that are needed, in float64."""
+  needs = dict.fromkeys(needs, 'it')
+  return saved_batch.select(arrays, needs, dtype=np.float64)

@@ -6,7 +6,6 @@ import pytest
 
 from stppo_jax.tools.lab import comparison
 from stppo_jax.tools.lab import lab
-from stppo_jax.tools.lab import saved_batch
 from tests.rl import batches
 from tests.tools.lab import batch_arrays
 
@@ -17,12 +16,9 @@ pytestmark = pytest.mark.usefixtures('double_precision')
 
 
 def _rollouts(arrays):
-  needs = lab.required_arrays(
-    batches.algorithm('st_ppo'), entropy_coefficient=0.0
-  )
-  return saved_batch.select(
-    arrays, dict.fromkeys(needs, 'it'), dtype=np.float64
-  )
+  algorithm = batches.algorithm('st_ppo')
+  needs = lab.required_arrays(algorithm, entropy_coefficient=0.0)
+  return batch_arrays.selected(arrays, needs)
 
 
 def _compare(arrays, names=_NAMES):
@@ -40,12 +36,11 @@ def compared():
 
 def test_cosines_are_those_of_the_gradients(compared):
   found, arrays, _, _ = compared
-  gradients = {
-    name: lab.loss_and_gradient(
-      batches.algorithm(name), _rollouts(arrays), entropy_coefficient=0.0
-    ).arrays['dloss_dlogprobs_BL']
-    for name in _NAMES
-  }
+  gradients = {}
+  for name in _NAMES:
+    algorithm, rollouts = batches.algorithm(name), _rollouts(arrays)
+    of = lab.loss_and_gradient(algorithm, rollouts, entropy_coefficient=0.0)
+    gradients[name] = of.arrays['dloss_dlogprobs_BL']
   for a, x in gradients.items():
     assert found.cosines[a][a] == pytest.approx(1, rel=1e-12)
     for b, y in gradients.items():
@@ -73,11 +68,9 @@ def test_a_token_without_advantage_is_not_silenced():
   arrays, *_ = batch_arrays.arrays()
   arrays['advantages_BL'] = np.zeros_like(arrays['advantages_BL'])
   found = _compare(arrays, ('token_ppo', 'turn_ppo'))
-  for a in found.metrics:
-    assert (
-      found.metrics[a]['silenced'] == found.metrics[a]['actor/grad_norm'] == 0
-    )
-    assert set(found.cosines[a].values()) == {0.0}  # no direction, no NaN
+  for name, metrics in found.metrics.items():
+    assert metrics['silenced'] == metrics['actor/grad_norm'] == 0
+    assert set(found.cosines[name].values()) == {0.0}  # no direction, no NaN
 
 
 def test_the_smallest_gradients_have_a_direction():

@@ -17,6 +17,12 @@ from tests.tools.lab import batch_arrays
 _ENTROPY = 0.01
 _TAU = 'correction__clipping_bias__tau'
 _NORM = 'correction__clipping_bias__norm'
+# With these, an algorithm reads every array that it can read.
+_EVERY_ARRAY = {
+  'correction__names': ('clipping_bias', 'tis'),
+  'kl__where': 'loss',
+  'kl__coefficient': 0.3,
+}
 
 
 pytestmark = pytest.mark.usefixtures('double_precision')
@@ -24,14 +30,11 @@ pytestmark = pytest.mark.usefixtures('double_precision')
 
 def _select(arrays, algorithm, coefficient=_ENTROPY):
   needs = lab.required_arrays(algorithm, entropy_coefficient=coefficient)
-  found = saved_batch.select(
-    arrays, dict.fromkeys(needs, 'it'), dtype=np.float64
-  )
   more, problems = saved_batch.select_optional(
     arrays, lab.OPTIONAL_ARRAYS, dtype=np.float64
   )
   assert not problems
-  return found | more
+  return batch_arrays.selected(arrays, needs) | more
 
 
 def _score(arrays, row, coefficient=_ENTROPY):
@@ -42,21 +45,9 @@ def _score(arrays, row, coefficient=_ENTROPY):
   )
 
 
-@pytest.mark.parametrize('poison', [np.nan, np.inf])
 @pytest.mark.parametrize(
-  ('name', 'changes'),
-  [
-    ('st_ppo', {_TAU: 1.1}),
-    # Reads every array that an algorithm can read.
-    (
-      'sspo',
-      {
-        'correction__names': ('clipping_bias', 'tis'),
-        'kl__where': 'loss',
-        'kl__coefficient': 0.3,
-      },
-    ),
-  ],
+  ('name', 'changes', 'poison'),
+  [('st_ppo', {_TAU: 1.1}, np.nan), ('sspo', _EVERY_ARRAY, np.inf)],
 )
 def test_loss_and_gradient_are_those_of_the_plain_loops(name, changes, poison):
   row = batches.algorithm_options(name, **changes)
@@ -78,15 +69,12 @@ def test_loss_and_gradient_are_those_of_the_plain_loops(name, changes, poison):
   gradient = found.arrays['dloss_dlogprobs_BL']
   np.testing.assert_array_equal(gradient[~mask], 0)
   slots = np.argwhere(mask)[::3]
-  differences = twins.differences(
-    lambda x: (
-      loss_twin.policy_loss(
-        row, x, entropy, batch, _ENTROPY, frozen=logprobs
-      ).loss
-    ),
-    logprobs,
-    slots,
-  )
+
+  def loss(x):
+    rest = entropy, batch, _ENTROPY
+    return loss_twin.policy_loss(row, x, *rest, frozen=logprobs).loss
+
+  differences = twins.differences(loss, logprobs, slots)
   at = tuple(slots.T)
   np.testing.assert_allclose(gradient[at], differences[at], atol=1e-8)
   norm = math.sqrt((gradient**2).sum())
@@ -129,14 +117,13 @@ def test_bounds_by_reward_are_those_of_the_rewards_of_the_file():
 
 def test_a_file_with_five_arrays_is_enough():
   arrays, *_ = batch_arrays.arrays()
-  whole = _score(arrays, batches.algorithm_options('st_ppo'), 0.0)
+  row = batches.algorithm_options('st_ppo')
+  whole = _score(arrays, row, 0.0)
   needs = lab.required_arrays(
     batches.algorithm('st_ppo'), entropy_coefficient=0.0
   )
   assert len(needs) == 5
-  few = _score(
-    {n: arrays[n] for n in needs}, batches.algorithm_options('st_ppo'), 0.0
-  )
+  few = _score({n: arrays[n] for n in needs}, row, 0.0)
   for name in few.arrays:
     np.testing.assert_allclose(few.arrays[name], whole.arrays[name], rtol=1e-12)
   said = set(whole.metrics) - set(few.metrics)
@@ -178,12 +165,8 @@ def test_only_a_metric_that_the_algorithm_does_not_use_may_overflow():
   norm = np.linalg.norm(gradient / 1e200) * 1e200
   assert found.metrics['actor/grad_norm'] == pytest.approx(norm, rel=1e-12)
   # s_ppo divides its loss by the same numbers.
-  with pytest.raises(
-    saved_batch.NotFinite, match='^stab/norm_clipped, stab/norm_un'
-  ):
+  with pytest.raises(saved_batch.NotFinite, match='^stab/norm_clipped, stab/'):
     _score(arrays, batches.algorithm_options('s_ppo'), 0.0)
   arrays['advantages_BL'][batch.loss_mask_BL] = 1.7e308
-  with pytest.raises(
-    saved_batch.NotFinite, match='^loss: not finite in float64'
-  ):
+  with pytest.raises(saved_batch.NotFinite, match='^loss: not finite in float'):
     _score(arrays, batches.algorithm_options('token_ppo'), 0.0)

@@ -7,7 +7,6 @@ import pytest
 from stppo_jax.rl import objectives
 from stppo_jax.tools.lab import lab
 from stppo_jax.tools.lab import levels
-from stppo_jax.tools.lab import saved_batch
 from tests.rl import batches
 from tests.tools.lab import batch_arrays
 
@@ -21,9 +20,7 @@ def measured():
     for name, more in (('gspo', {'sentence_ids_BL'}), ('token_ppo', set())):
       algorithm = batches.algorithm(name)
       needs = lab.required_arrays(algorithm, entropy_coefficient=0.0) | more
-      readers = dict.fromkeys(needs, 'it')
-      chosen = saved_batch.select(arrays, readers, dtype=np.float64)
-      compared[name] = algorithm, chosen
+      compared[name] = algorithm, batch_arrays.selected(arrays, needs)
     yield levels.measure(compared), batch, logprobs
 
 
@@ -75,6 +72,7 @@ def test_a_bound_below_every_ratio_is_none():
   assert ['rloo', 'token', *'————'] in lines
 
 
+@pytest.mark.slow
 def test_bounds_are_shown_where_an_objective_reads_them():
   _, batch, logprobs, entropy = batch_arrays.arrays()
   algorithms = {}

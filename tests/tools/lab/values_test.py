@@ -5,20 +5,22 @@ fixed odds, and the reward of the end depends on all of them, so that the value
 of every prefix is a sum over what can follow.
 """
 
+import types as types_lib
+
 import numpy as np
 import pytest
 
 from stppo_jax import types
 from stppo_jax.envs import protocol
-from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import pack
+from stppo_jax.sampling import scripted
 from stppo_jax.tools.lab import continuations
 from stppo_jax.tools.lab import values
 from tests.rollout import dialogues
 
 _TURNS = 3
-_COUNT = 128  # continuations of a prefix
+_ROWS, _COUNT = 24, 64  # trajectories, and continuations of a prefix
 _TURN_REWARD = 0.25  # of each turn whose tokens are equal
 _ODDS = {None: (0.3, 0.7), 0: (0.6, 0.4), 1: (0.2, 0.8)}  # by the token before
 
@@ -50,31 +52,21 @@ def _moments(tokens):
   return total
 
 
-class _Game:
-  """The environment of the game: a token is the letter `a` or `b`."""
-
-  tags, tools = (), ()
-
-  def prompt(self, question):
-    return question.text
-
-  def episode(self, question):
-    del question
-    return _Episode()
-
-
 class _Episode:
-  """Remembers the turns, so that it must have seen those of a prefix."""
+  """Remembers the turns, so that it must have seen those of a prefix.
 
-  def __init__(self):
+  A token is the letter `a` or `b`.
+  """
+
+  def __init__(self, question):
+    del question
     self.seen = []
 
   async def step(self, question, turn_index, text):
     assert len(self.seen) == turn_index
     assert question.id == 'q'
     self.seen.append(text)
-    tokens = _tokens(text)
-    reward = _TURN_REWARD * (tokens[0] == tokens[1])
+    reward = _TURN_REWARD * (text[0] == text[1])
     if turn_index + 1 == _TURNS:
       status = types.TrajectoryStatus.COMPLETED
       return protocol.Step('answer', None, status, reward)
@@ -84,14 +76,11 @@ class _Episode:
   def rewards(self, question, prompt, texts, status):
     del question, status
     assert prompt == 'p' and list(texts) == self.seen
-    return {'outcome': _outcome(_tokens(''.join(texts)))}, {}
+    tokens = ['ab'.index(letter) for letter in ''.join(texts)]
+    return {'outcome': _outcome(tokens)}, {}
 
   def close(self):
     pass
-
-
-def _tokens(text):
-  return ['ab'.index(letter) for letter in text]
 
 
 class _Tokenizer(dialogues.Letters):
@@ -105,102 +94,61 @@ class _Tokenizer(dialogues.Letters):
     return ''.join('abop'[n] for n in ids)
 
 
-class _Engine:
+class _Engine(scripted.ScriptedEngine):
   """An engine whose policy has the odds of the game."""
 
-  max_length, version = 64, 0
+  version = 0
 
   def __init__(self):
+    super().__init__([], max_length=64)
     self._rng = np.random.default_rng(0)
 
-  def begin(self, prompts, keys, *, group_size, max_turn_tokens, greedy):
-    del max_turn_tokens, greedy
+  def begin(self, prompts, keys, *, group_size, **options):
     assert len(keys) == len(prompts) * group_size
     repeated = [x for x in prompts for _ in range(group_size)]
-    self._ids = {n: list(x) for n, x in enumerate(repeated)}
-    self._writing = set(self._ids)
+    self._scripts = [self._turns_after(prompt[-1]) for prompt in repeated]
+    super().begin(prompts, group_size=group_size, **options)
 
-  @property
-  def busy(self):
-    return bool(self._writing)
-
-  def poll(self):
-    turns = {}
-    for row in sorted(self._writing):
-      ids, written = self._ids[row], []
-      if ids[-1] < 2:  # the prompt ends within a turn
-        written.append(self._draw(ids[-1]))
-      else:
-        written.append(self._draw(None))
-        written.append(self._draw(written[0]))
-      ids += written
-      zeros = np.zeros(len(written), np.float32)
-      turns[row] = types.GeneratedTurn(
-        np.array(written, np.int32), zeros, zeros, True
-      )
-    self._writing.clear()
-    return turns
+  def _turns_after(self, last):
+    """Draws the rest of a turn that has begun, and as many as may follow."""
+    turns = [[self._draw(last)]] if last < 2 else []
+    for first in [self._draw(None) for _ in range(_TURNS)]:
+      turns.append([first, self._draw(first)])
+    return [np.array(turn, np.int32) for turn in turns]
 
   def _draw(self, before):
     return int(self._rng.random() < _ODDS[before][1])
 
-  def remaining(self, row):
-    return self.max_length - len(self._ids[row])
-
-  def resume(self, row, token_ids):
-    self._ids[row] += list(token_ids)
-    self._writing.add(row)
-
-  def close(self, row):
-    del row
-
-  def statistics(self):
-    return {}
-
-  def finish(self):
-    pass
-
-
-def _collector(loop, environment, tokenizer, *, group_size):
-  return collect.Collector(
-    engine=_Engine(),
-    environment=environment,
-    tokenizer=tokenizer,
-    loop=loop,
-    max_turn_tokens=2,
-    max_observation_tokens=1,
-    group_size=group_size,
-  )
-
 
 def _batch(num_rows, count):
   """Returns trajectories and the arrays of their batch with sampled values."""
-  game, tokenizer = _Game(), _Tokenizer()
+  game = types_lib.SimpleNamespace(
+    tags=(), tools=(), prompt=lambda question: question.text, episode=_Episode
+  )
+  tokenizer = _Tokenizer()
   question = types.Question('q', 'p', ('x',), 'game')
   with event_loop.EventLoop() as loop:
     keys = np.zeros(num_rows)
-    collector = _collector(loop, game, tokenizer, group_size=num_rows)
-    trajectories = collector.collect([question], keys)
-    adapted = continuations.continuing(game, tokenizer)
-    sampled = continuations.sample(
-      _collector(loop, *adapted, group_size=count),
-      trajectories,
-      count=count,
-      seed=0,
-      step=0,
+    collector = dialogues.make_collector(
+      _Engine(), game, loop, tokenizer=tokenizer, group_size=num_rows
     )
+    trajectories = collector.collect([question], keys)
+    adapted, encoder = continuations.continuing(game, tokenizer)
+    collector = dialogues.make_collector(
+      _Engine(), adapted, loop, tokenizer=encoder, group_size=count
+    )
+    options = dict(count=count, seed=0, step=0)
+    sampled = continuations.sample(collector, trajectories, **options)
   packed = pack.pack(trajectories, length_bucket=1)
-  arrays = {
-    name: np.asarray(getattr(packed, name))
-    for name in ('loss_mask_BL', 'turn_ids_BL', 'rewards_BL', 'tokens_BL')
-  }
+  names = ('loss_mask_BL', 'turn_ids_BL', 'rewards_BL', 'tokens_BL')
+  arrays = {name: np.asarray(getattr(packed, name)) for name in names}
   shape = arrays['loss_mask_BL'].shape
   return arrays | continuations.as_arrays(sampled, shape)
 
 
 @pytest.fixture(scope='module')
 def arrays():
-  return _batch(32, _COUNT)
+  return _batch(_ROWS, _COUNT)
 
 
 def _exact(arrays):
@@ -213,16 +161,13 @@ def _exact(arrays):
   return exact
 
 
-def test_every_turn_has_sampled_values_at_its_first_and_last_token(arrays):
-  assert arrays['loss_mask_BL'].sum() == 32 * 2 * _TURNS
-  np.testing.assert_array_equal(
-    arrays['oracle_counts_BL'], np.where(arrays['loss_mask_BL'], _COUNT, 0)
-  )
-
-
 def test_sampled_values_are_the_exact_ones(arrays):
   means_BL, variances_BL = _exact(arrays)
   places = arrays['loss_mask_BL']
+  assert places.sum() == _ROWS * 2 * _TURNS
+  np.testing.assert_array_equal(
+    arrays['oracle_counts_BL'], np.where(places, _COUNT, 0)
+  )
   errors = (arrays['oracle_values_BL'] - means_BL)[places]
   z = errors / np.sqrt(np.maximum(variances_BL[places], 1e-6) / _COUNT)
   assert np.abs(z).max() < 5
@@ -266,8 +211,7 @@ def test_exact_advantages_agree_as_well_as_noise_allows(arrays):
       next_value = exact_BL[row, np.argmax(after)] if after.any() else 0.0
       earned = arrays['rewards_BL'][row][own].sum()
       perfect_BL[row, own] = earned + next_value - exact_BL[row, first]
-  rng = np.random.default_rng(2)
-  random_BL = rng.normal(size=exact_BL.shape)
+  random_BL = np.random.default_rng(2).normal(size=exact_BL.shape)
   found = values.correlations(
     arrays, {'perfect': perfect_BL, 'random': random_BL, 'none': 0 * random_BL}
   )

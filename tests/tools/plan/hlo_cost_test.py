@@ -44,34 +44,21 @@ to_apply=%add
 """
 
 
-def test_collectives_of_a_program_are_counted():
-  found = [
-    (c.kind, c.size, c.devices, c.times, c.sent)
-    for c in hlo_cost.collectives(hlo.read(_TEXT))
-  ]
-  assert found == [
-    ('all-reduce', 100, 4, 5, 5 * 2 * 100 * 3 / 4),
-    ('all-gather', 192, 2, 5, 5 * 192 / 2),
-    ('reduce-scatter', 96, 4, 1, 96 * 3 / 4),
-    ('all-reduce', 96, 2, 1, 96),
-    ('all-gather', 768, 8, 1, 768 * 7 / 8),
-    ('collective-permute', 96, 8, 1, 96),
-  ]
-
-
-def test_collectives_are_along_axes_of_the_mesh():
+def test_collectives_of_a_program_are_counted_along_axes_of_the_mesh():
   mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
   found = [
-    (c.group, c.axes(mesh)) for c in hlo_cost.collectives(hlo.read(_TEXT))
+    (c.kind, c.size, c.times, c.sent, ''.join(map(str, c.group)), *c.axes(mesh))
+    for c in hlo_cost.collectives(hlo.read(_TEXT))
   ]
+  everywhere = '01234567', 'data', 'fsdp', 'tensor'
   assert found == [
-    ((0, 1, 2, 3), ('fsdp', 'tensor')),
-    ((0, 1), ('tensor',)),
+    ('all-reduce', 100, 5, 5 * 2 * 100 * 3 / 4, '0123', 'fsdp', 'tensor'),
+    ('all-gather', 192, 5, 5 * 192 / 2, '01', 'tensor'),
     # Every second device of 4 x 1 x 2; half of [2, 4] transposed.
-    ((0, 2, 4, 6), ('data', 'fsdp')),
-    ((0, 2), ('fsdp',)),
-    (tuple(range(8)), ('data', 'fsdp', 'tensor')),
-    (tuple(range(8)), ('data', 'fsdp', 'tensor')),
+    ('reduce-scatter', 96, 1, 96 * 3 / 4, '0246', 'data', 'fsdp'),
+    ('all-reduce', 96, 1, 96, '02', 'fsdp'),
+    ('all-gather', 768, 1, 768 * 7 / 8, *everywhere),
+    ('collective-permute', 96, 1, 96, *everywhere),
   ]
 
 
@@ -139,46 +126,38 @@ backend_config={"estimated_cycles":"9223372036854775807"}
 
 
 def test_programs_for_tpu_are_counted():
-  found = [
-    (c.kind, c.size, c.devices, c.times)
-    for c in hlo_cost.collectives(hlo.read(_TPU_TEXT))
+  collectives = hlo_cost.collectives(hlo.read(_TPU_TEXT))
+  assert [(c.kind, c.size) for c in collectives] == [
+    ('all-gather', 16 * 8 * 2),
+    ('reduce-scatter', 16 * 8 * 2),
+    ('reduce-scatter', 32 * 8 * 2),
   ]
-  assert found == [
-    ('all-gather', 16 * 8 * 2, 16, 28),
-    ('reduce-scatter', 16 * 8 * 2, 16, 28),
-    ('reduce-scatter', 32 * 8 * 2, 16, 28),
-  ]
+  assert {(c.devices, c.times) for c in collectives} == {(16, 28)}
   # Of the scatter there is no estimate.
   assert hlo_cost.estimated_cycles(hlo.read(_TPU_TEXT)) == 28 * 250 + 5
   assert hlo_cost.estimated_cycles(hlo.read(_TEXT)) == 0
 
 
 def test_convolutions_that_are_products_are_counted():
-  text = _TPU_TEXT.replace(
-    '  %heads',
-    '  %q = bf16[4,5,1]{2,1,0} parameter(1)\n'
-    '  %k = bf16[2,3,5]{2,1,0} parameter(2)\n  %heads',
+  loop = 28 * 2 * 4 * 16 * 8  # [4, 16] x [16, 8]
+  (heads,) = re.findall('  %heads.*\n', _TPU_TEXT)
+  q, k = (
+    f'  %%{name} = bf16[%s]{{2,1,0}} parameter({n})\n'
+    for n, name in enumerate('qk', 1)
   )
-  # [4, 16] x [16, 8] in the loop; [4, 5] x [5, 3] for each of two heads, of
-  # which the window adds padding.
-  expected = 28 * 2 * 4 * 16 * 8 + 2 * 4 * 5 * 3 * 2
-  assert hlo_cost.operations(hlo.read(text)) == expected
-
-
-def test_a_batch_of_products_is_multiplied_once():
+  # [4, 5] x [5, 3] for each of two heads, of which the window adds padding.
+  text = _TPU_TEXT.replace(heads, q % '4,5,1' + k % '2,3,5' + heads)
+  found = hlo_cost.operations(hlo.read(text)) - loop
+  assert found == 2 * 4 * 5 * 3 * 2
   # Axis 0 is the batch: 16 products of [6, 128] x [128, 64]; 15 holes lie
   # between the entries, so that each window meets one of them.
-  text = _TPU_TEXT.replace(
-    '  %heads',
-    '  %q = bf16[16,6,128]{2,1,0} parameter(1)\n'
-    '  %k = bf16[16,64,128]{2,1,0} parameter(2)\n'
+  scores = (
     '  %scores = f32[16,6,64]{2,1,0} convolution(%q, %k), window={size=16 '
-    'stride=15 lhs_dilate=16}, dim_labels=0bf_0oi->0bf\n  %heads',
+    'stride=15 lhs_dilate=16}, dim_labels=0bf_0oi->0bf\n'
   )
-  loop = 28 * 2 * 4 * 16 * 8
-  text = re.sub('  %heads.*\n', '', text)
-  products = hlo_cost.operations(hlo.read(text)) - loop
-  assert products == 16 * 2 * 6 * 128 * 64
+  text = _TPU_TEXT.replace(heads, q % '16,6,128' + k % '16,64,128' + scores)
+  found = hlo_cost.operations(hlo.read(text)) - loop
+  assert found == 16 * 2 * 6 * 128 * 64
 
 
 def test_kernels_that_say_what_they_compute_are_counted():

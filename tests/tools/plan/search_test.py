@@ -1,10 +1,14 @@
 """The advice of a plan goes on where the compiler needs more than it says."""
 
+import pytest
+
 from stppo_jax import exits
 from stppo_jax.configs import quickstart
 from stppo_jax.parallel import topology
 from stppo_jax.tools.plan import plan as plan_lib
 from stppo_jax.tools.plan import search
+
+_CONFIG = quickstart.get_config('st_ppo').lock()
 
 
 def _planner(config):
@@ -18,28 +22,27 @@ def _planner(config):
   )
 
 
-def test_a_run_that_fits_by_the_estimate_alone_gets_a_change():
-  config = quickstart.get_config('st_ppo').lock()
-  needs = _planner(config).total
-  tried = search.advise(config, _planner, memory=2 * needs)
+@pytest.fixture(scope='module')
+def needs():
+  return _planner(_CONFIG).total
+
+
+def test_a_run_that_fits_by_the_estimate_alone_gets_a_change(needs):
+  tried = search.advise(_CONFIG, _planner, memory=2 * needs)
   assert tried is not None and tried.plan is not None
   assert tried.changes and tried.plan.total < needs
 
 
-def test_a_change_that_is_refused_is_no_advice():
-  config = quickstart.get_config('st_ppo').lock()
-
+def test_a_change_that_is_refused_is_no_advice(needs):
   def planner(other):
-    if other.rollout.slots != config.rollout.slots:
+    if other.rollout.slots != _CONFIG.rollout.slots:
       raise exits.Misconfigured('no')
     return _planner(other)
 
-  needs = _planner(config).total
-  tried = search.advise(config, planner, memory=2 * needs)
+  tried = search.advise(_CONFIG, planner, memory=2 * needs)
   assert tried is not None and tried.changes
   assert 'rollout.slots' not in tried.changes
 
 
 def test_nothing_that_fits_is_nothing():
-  config = quickstart.get_config('st_ppo').lock()
-  assert search.advise(config, _planner, memory=1.0) is None
+  assert search.advise(_CONFIG, _planner, memory=1.0) is None

@@ -34,11 +34,9 @@ def test_the_tables_show_the_numbers_of_the_metrics(opened, made):
     assert shown == [round(x, 3) for x in expected]
   row = opened.page.locator('#evaluation tr[data-row="val/em/one_hop"] td')
   last = [lines[-1]['val/em/one_hop'] for lines in map(runs.metrics, made)]
+  expected = [statistics.fmean(last[:2]), min(last[:2]), max(last[:2])]
   shown = _numbers(row.nth(0).inner_text())[:3]
-  assert shown == [
-    round(x, 3)
-    for x in (statistics.fmean(last[:2]), min(last[:2]), max(last[:2]))
-  ]
+  assert shown == [round(x, 3) for x in expected]
 
 
 def test_a_figure_shows_mean_and_band_under_the_pointer(opened, made):
@@ -110,11 +108,9 @@ def test_differences_of_configurations_are_shown(opened):
 @pytest.mark.parametrize('scheme', ['dark', 'light'])
 @pytest.mark.slow
 def test_light_dark_and_narrow(browser, made_page, scheme):
+  size = {'width': 400, 'height': 800}
   opened = conftest.Opened(
-    browser,
-    made_page,
-    color_scheme=scheme,
-    viewport={'width': 400, 'height': 800},
+    browser, made_page, color_scheme=scheme, viewport=size
   )
   page = opened.page
   colour = 'getComputedStyle(document.body).backgroundColor'

@@ -1,5 +1,6 @@
 """The commands report and view: what they read, write, leave out and refuse."""
 
+import itertools
 import json
 import re
 import shutil
@@ -24,6 +25,20 @@ def run(tmp_path):
   return made_runs.make(tmp_path / 'run')
 
 
+def _records(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _store(path, records):
+  path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+
+
+def _encoded(folder, *, most=10**6, most_bytes=10**9):
+  """Returns the dialogues of a run as a page has them."""
+  read = [run_files.read(str(folder))]
+  return dialogue_data.encode(read, most=most, most_bytes=most_bytes, losses=[])
+
+
 def _reported(capsys, tmp_path, *words):
   """Returns exit code, lines of errors and data of a report."""
   out = tmp_path / 'page.html'
@@ -42,28 +57,24 @@ def test_a_page_has_tables_and_curves_without_javascript(made, made_page):
   ]
   assert rows[0] == ['', 'st_ppo', 'token_ppo']
   (shown,) = (row[1:] for row in rows if row[0] == 'last reward')
-  for cell, folders in zip(shown, (made[:2], made[2:])):
-    means = [
-      np.mean([line['critic/score/mean'] for line in lines[-10:]])
-      for lines in map(runs.metrics, folders)
-    ]
-    low, high = min(means), max(means)
-    assert cell == f'{np.mean(means):.3f} [{low:.3f}, {high:.3f}]'
   # Each experiment has a curve from the first to the last step.
   figure = re.search('<h3>Reward</h3>.*?</figure>', found, re.S)[0]
   curves = re.findall('points="(.*?)"', figure)
-  assert len(curves) == 2
-  for curve, folders in zip(curves, (made[:2], made[2:])):
-    x, y = np.array([place.split(',') for place in curve.split()], float).T
-    rewards = np.mean(
+  for cell, curve, seeds in zip(
+    shown, curves, (made[:2], made[2:]), strict=True
+  ):
+    rewards = np.array(
       [
         [line['critic/score/mean'] for line in runs.metrics(folder)[1:]]
-        for folder in folders
-      ],
-      axis=0,
+        for folder in seeds
+      ]
     )
-    assert x[0] == 0 and x[-1] == 400 and len(x) == len(rewards)
-    assert np.corrcoef(y, rewards)[0, 1] == pytest.approx(-1, abs=1e-4)
+    low, high = sorted(rewards[:, -10:].mean(axis=1))
+    assert cell == f'{(low + high) / 2:.3f} [{low:.3f}, {high:.3f}]'
+    x, y = np.array([place.split(',') for place in curve.split()], float).T
+    assert x[0] == 0 and x[-1] == 400 and len(x) == rewards.shape[1]
+    means = rewards.mean(axis=0)
+    assert np.corrcoef(y, means)[0, 1] == pytest.approx(-1, abs=1e-4)
 
 
 def test_texts_of_runs_are_texts_without_javascript(tmp_path):
@@ -94,13 +105,7 @@ def test_a_cut_off_line_is_dropped_and_said(run, tmp_path, capsys):
 @pytest.mark.parametrize(
   ('name', 'content', 'line'),
   [
-    (
-      'metrics.jsonl',
-      '[1]\n{"step": 1, "a": 2.0}\n',
-      'line 1 is no JSON object',
-    ),
-    ('metrics.jsonl', 'x\n{"step": 1, "a": NaN}\n', 'line 1 is no JSON object'),
-    ('config.json', '{', 'config.json: cannot be read'),
+    ('metrics.jsonl', '[1]\n{"step": 1, "a": NaN}\n', 'line 1 is no JSON obj'),
     ('config.json', '[]', 'config.json: cannot be read'),
     ('trajectories-000002.jsonl', '{"turns": 3}\n', 'a line is no dialogue'),
     ('trajectories-000002.jsonl', '\xff\n', 'is no JSON object'),
@@ -134,17 +139,15 @@ def test_a_dialogue_with_damaged_numbers_is_left_out(
   run, tmp_path, capsys, change
 ):
   path = run / 'trajectories-000006.jsonl'
-  lines = path.read_text().splitlines(keepends=True)
-  records = list(map(json.loads, lines))
-  place, turn = next(
-    (n, turn)
-    for n, record in enumerate(records)
+  records = _records(path)
+  record, turn = next(
+    (record, turn)
+    for record in records
     for turn in record['turns']
     if 'tokens' in turn
   )
-  change(records[place], turn)
-  lines[place] = json.dumps(records[place]) + '\n'
-  path.write_text(''.join(lines))
+  change(record, turn)
+  _store(path, records)
   code, errors, data = _reported(capsys, tmp_path, run)
   assert code == 2 and data['runs'][0]['step'] == 6
   assert errors == [f'{path}: a line is no dialogue; it was dropped']
@@ -164,21 +167,14 @@ def test_a_number_that_is_too_large_is_no_number(run, tmp_path, capsys):
 def test_what_cannot_be_shown_is_named_and_the_rest_shown(
   run, tmp_path, capsys
 ):
-  (tmp_path / 'empty').mkdir()
-  sft = tmp_path / 'sft'
-  shutil.copytree(run, sft)
-  (sft / 'run.json').write_text(
-    json.dumps({'command': 'sft', 'run_id': 'x', 'config_digest': 'x'})
+  sft, newer, young = (
+    shutil.copytree(run, tmp_path / name) for name in ('sft', 'newer', 'young')
   )
-  newer = tmp_path / 'newer'
-  shutil.copytree(run, newer)
-  content = json.loads((newer / 'run.json').read_text())
-  (newer / 'run.json').write_text(json.dumps({**content, 'schema': 2}))
-  young = tmp_path / 'young'
-  shutil.copytree(run, young)
+  (content,) = _records(run / 'run.json')
+  _store(sft / 'run.json', [content | {'command': 'sft'}])
+  _store(newer / 'run.json', [content | {'schema': 2}])
   (young / 'metrics.jsonl').write_text('')
-  (tmp_path / 'run.log').write_text('step 1\n')
-  others = ['missing', 'empty', 'run.log', 'sft', 'newer', 'young']
+  others = ['missing', 'sft', 'newer', 'young']
   code, errors, data = _reported(
     capsys, tmp_path, *(tmp_path / name for name in others), run
   )
@@ -206,7 +202,7 @@ def test_runs_of_other_tasks_cannot_be_compared(run, tmp_path, capsys):
 
 def test_a_run_that_goes_on_is_shown(run, tmp_path, capsys):
   config = json.loads((run / 'config.json').read_text())
-  (run / 'config.json').write_text(json.dumps({**config, 'num_steps': 40}))
+  _store(run / 'config.json', [config | {'num_steps': 40}])
   code, errors, data = _reported(capsys, tmp_path, run)
   assert (code, errors) == (0, [])
   shown = data['runs'][0]
@@ -272,9 +268,8 @@ def test_a_recorded_config_has_the_names_of_today(tmp_path):
   ]
   path = folders[1] / 'config.json'
   config = json.loads(path.read_text())
-  rollout = config['rollout']
-  rollout['extend_chunk'] = rollout.pop('prefill_chunk')
-  path.write_text(json.dumps(config))
+  config['rollout']['extend_chunk'] = config['rollout'].pop('prefill_chunk')
+  _store(path, [config])
   read = [run_files.read(str(folder)) for folder in folders]
   assert read[0].recorded.keys() == read[1].recorded.keys()
   assert len(comparison.group(read)) == 1
@@ -282,11 +277,9 @@ def test_a_recorded_config_has_the_names_of_today(tmp_path):
 
 def test_dialogues_are_thinned_by_whole_steps(tmp_path):
   folder = made_runs.make(tmp_path / 'run', steps=20, dialogues=4)
-  read = [run_files.read(str(folder))]
 
   def steps(**limits):
-    options = {'most': 10**6, 'most_bytes': 10**9} | limits
-    encoded = dialogue_data.encode(read, losses=[], **options)
+    encoded = _encoded(folder, **limits)
     columns = encoded.index['columns']
     assert len(encoded.parts) == len(set(columns['part']))
     return sorted(set(columns['step'])), encoded
@@ -309,8 +302,7 @@ def test_dialogues_are_thinned_by_whole_steps(tmp_path):
 
 def test_evaluations_are_thinned_apart_from_training(tmp_path):
   folder = made_runs.make(tmp_path / 'run', steps=60, dialogues=4, evaluated=2)
-  read = [run_files.read(str(folder))]
-  encoded = dialogue_data.encode(read, most=80, most_bytes=10**9, losses=[])
+  encoded = _encoded(folder, most=80)
   columns = encoded.index['columns']
   steps = {
     kind: {s for s, k in zip(columns['step'], columns['kind']) if k == kind}
@@ -329,26 +321,22 @@ def test_evaluations_are_thinned_apart_from_training(tmp_path):
 
 def test_equal_ids_of_other_questions_are_not_the_same(run):
   path = run / 'trajectories-000006.jsonl'
-  records = [json.loads(line) for line in path.read_text().splitlines()]
+  records = _records(path)
   for record, question in zip(records, ('a', 'b', 'a', 'b'), strict=True):
     record |= {'id': '1', 'data_set': 'nq', 'question': question}
-  path.write_text(''.join(json.dumps(record) + '\n' for record in records))
-  read = [run_files.read(str(run))]
-  encoded = dialogue_data.encode(read, most=100, most_bytes=10**9, losses=[])
-  one, two, three, four = encoded.index['columns']['key'][-4:]
+  _store(path, records)
+  one, two, three, four = _encoded(run).index['columns']['key'][-4:]
   assert one == three != two == four
 
 
 def test_the_index_of_dialogues(run):
-  read = [run_files.read(str(run))]
-  encoded = dialogue_data.encode(read, most=100, most_bytes=10**9, losses=[])
+  encoded = _encoded(run)
   rows = zip(*encoded.index['columns'].values())
   for row, (step, place) in zip(
-    rows, ((step, place) for step in range(1, 7) for place in range(4))
+    rows, itertools.product(range(1, 7), range(4)), strict=True
   ):
     row = dict(zip(dialogue_data.COLUMNS, row))
-    path = run / f'trajectories-{step:06d}.jsonl'
-    record = json.loads(path.read_text().splitlines()[place])
+    record = _records(run / f'trajectories-{step:06d}.jsonl')[place]
     tokens = [t['tokens'] for t in record['turns'] if 'tokens' in t]
     count = sum(len(t['ratio']) for t in tokens)
     assert (row['step'], row['place']) == (step, place)
@@ -377,20 +365,21 @@ def test_a_file_that_the_run_removes_meanwhile_is_left_out(
   assert (code, errors) == (0, []) and data['runs'][0]['step'] == 6
 
 
-@pytest.mark.parametrize('kind', ['file', 'folder'])
 @pytest.mark.slow
-def test_figures_of_others_are_not_replaced(
-  run, tmp_path, capsys, monkeypatch, kind
-):
+def test_figures_of_others_are_not_replaced(run, tmp_path, capsys, monkeypatch):
   out = tmp_path / 'paper.md'
   figures = tmp_path / 'paper-figures'
-  figures.touch() if kind == 'file' else figures.mkdir()
   words = [run, '--format=md', f'--out={out}']
-  assert conftest.report(*words) == 2
-  assert f'--out={out}' in capsys.readouterr().err
-  assert not out.exists()
+  for make, remove in (
+    (figures.touch, figures.unlink),
+    (figures.mkdir, figures.rmdir),
+  ):
+    make()
+    assert conftest.report(*words) == 2
+    assert f'--out={out}' in capsys.readouterr().err
+    assert not out.exists()
+    remove()
   # Those of a report are, even if its drawing was interrupted.
-  figures.unlink() if kind == 'file' else figures.rmdir()
   with monkeypatch.context() as patch:
     patch.setattr(markdown.figures, 'draw', _interrupt)
     assert conftest.report(*words) == 130
@@ -405,15 +394,14 @@ def _interrupt(*_):
 def test_markdown_has_the_same_numbers_and_pictures(run, tmp_path):
   hostile = '<b>|`x`|</b>\x1b'
   config = json.loads((run / 'config.json').read_text())
-  (run / 'config.json').write_text(json.dumps({**config, 'title': hostile}))
+  _store(run / 'config.json', [config | {'title': hostile}])
   # Few metrics, because each figure takes a while to draw.
   names = ('step', 'critic/score/mean', 'val/em/one_hop')
   lines = [
     {name: line[name] for name in names if name in line}
     for line in runs.metrics(run)
   ]
-  text = ''.join(json.dumps(line) + '\n' for line in lines)
-  (run / 'metrics.jsonl').write_text(text)
+  _store(run / 'metrics.jsonl', lines)
   out = tmp_path / 'paper.md'
   assert conftest.report(run, '--format=md', f'--out={out}') == 0
   text = out.read_text('utf-8')
@@ -433,7 +421,8 @@ def _view(capsys, *words):
   return code, *capsys.readouterr()
 
 
-def test_view_lists_the_last_step(run, capsys):
+def test_view_lists_the_last_step_and_needs_no_metrics(run, capsys):
+  (run / 'metrics.jsonl').write_text('')
   code, out, _ = _view(capsys, run)
   title, _, *rows = out.splitlines()
   assert (code, title) == (0, 'step 6: 4 of 4 dialogues')
@@ -444,17 +433,14 @@ def test_view_lists_the_last_step(run, capsys):
 def test_view_shows_the_dialogues_of_evaluations(run, capsys):
   code, _, err = _view(capsys, run, '--evaluation')
   assert code == 2 and 'writer.evaluation' in err
-  path = run / 'evaluation-000004.jsonl'
-  lines = (run / 'trajectories-000003.jsonl').read_text().splitlines()
-  path.write_text(f'{lines[0]}\n')
+  records = _records(run / 'trajectories-000003.jsonl')
+  _store(run / 'evaluation-000004.jsonl', records[:1])
   code, out, _ = _view(capsys, run, '--evaluation')
   assert code == 0 and out.startswith('step 4: 1 of 1 dialogues')
-  path.unlink()
 
 
 def test_view_filters(run, capsys):
-  path = run / 'trajectories-000003.jsonl'
-  records = [json.loads(line) for line in path.read_text().splitlines()]
+  records = _records(run / 'trajectories-000003.jsonl')
   for flag, passes in (
     ('--least=0.5', lambda r: r['rewards']['exact_match'] >= 0.5),
     ('--most=0.5', lambda r: r['rewards']['exact_match'] <= 0.5),
@@ -469,8 +455,7 @@ def test_view_filters(run, capsys):
 
 
 def test_view_shows_a_dialogue_and_its_tokens(run, capsys):
-  path = run / 'trajectories-000003.jsonl'
-  record = json.loads(path.read_text().splitlines()[0])
+  record, *_ = _records(run / 'trajectories-000003.jsonl')
   code, out, _ = _view(capsys, run, '--step=3', '--number=1')
   assert code == 0 and record['turns'][0]['text'] in out
   assert 'old logprob' not in out
@@ -482,18 +467,12 @@ def test_view_shows_a_dialogue_and_its_tokens(run, capsys):
 
 def test_view_escapes_what_would_reach_the_terminal(run, capsys):
   path = run / 'trajectories-000006.jsonl'
-  record = json.loads(path.read_text().splitlines()[0])
+  record, *_ = _records(path)
   hostile = '\x1b]0;x\x07 \u202e \x9b2J'
   record['question'] = record['turns'][0]['text'] = hostile
   record['status'] = record['turns'][0]['action'] = hostile
-  path.write_text(json.dumps(record) + '\n')
+  _store(path, [record])
   for words in ([], ['--number=1', '--tokens']):
     code, out, _ = _view(capsys, run, *words)
     assert code == 0 and r'\x1b]0;x\x07 \u202e \x9b2J' in out
     assert not set(out) & set(hostile) - set(']0;x 2J')
-
-
-def test_view_needs_no_metrics(run, capsys):
-  (run / 'metrics.jsonl').write_text('')
-  assert __main__.main(['view', str(run)]) == 0
-  assert capsys.readouterr().out.startswith('step 6: 4 of 4 dialogues\n')

@@ -58,11 +58,7 @@ def test_each_filter_keeps_what_it_says(opened, records):
   for name, value, passes in (
     ('run', '2', lambda run, step, r: run == 2),
     ('step', '7', lambda run, step, r: step == 7),
-    (
-      'status',
-      'truncated_turns',
-      lambda run, step, r: r['status'] == 'truncated_turns',
-    ),
+    ('status', 'completed', lambda run, step, r: r['status'] == 'completed'),
     ('least', '0.5', lambda run, step, r: sum(r['rewards'].values()) >= 0.5),
     ('most', '0.5', lambda run, step, r: sum(r['rewards'].values()) <= 0.5),
     ('clip', '20', lambda run, step, r: (_clipped(r) or -1) >= 0.2),
@@ -122,9 +118,7 @@ def test_the_keyboard_goes_through_the_list(opened):
 @pytest.mark.slow
 def test_a_link_opens_the_same_dialogue(opened, records):
   page = opened.page
-  place = next(
-    n for n, (run, step, _) in enumerate(records) if (run, step) == (1, 9)
-  )
+  place = [record[:2] for record in records].index((1, 9))
   opened.open('tab=dialogues&d=1.9.0&colour=advantage')
   opened.shown(place)
   pressed = page.locator('#colours [aria-checked="true"]').inner_text()
@@ -158,11 +152,10 @@ def test_the_pointer_shows_the_numbers_of_a_token(opened, records):
   tokens = record['turns'][0]['tokens']
   for place in range(len(tokens['ratio'])):
     page.locator('.turn').first.locator('.token').nth(place).hover()
-    rows = page.locator('#tip tr')
-    shown = dict(
-      (row.locator('th').inner_text(), row.locator('td').inner_text())
-      for row in rows.all()
-    )
+    shown = {
+      row.locator('th').inner_text(): row.locator('td').inner_text()
+      for row in page.locator('#tip tr').all()
+    }
     assert len(shown) == 9
     for name, text in shown.items():
       expected = _channel(name, tokens, place)
@@ -181,32 +174,20 @@ def test_every_switch_colours_tokens(opened, records):
     and _clipped(r)
   )
   run, step, record = records[place]
-  first = next(
-    n for n, (r, s, _) in enumerate(records) if (r, s) == (run, step)
-  )
+  first = [record[:2] for record in records].index((run, step))
   opened.open(f'tab=dialogues&d={run}.{step}.{place - first}')
   opened.shown(place)
   names = [
     button.get_attribute('data-colour')
     for button in page.locator('#colours button').all()
   ]
-  assert names == [
-    'none',
-    'ratio',
-    'turn_ratio',
-    'advantage',
-    'value',
-    'entropy',
-    'clipped',
-    'silenced',
-  ]
+  expected = 'none ratio turn_ratio advantage value entropy clipped silenced'
+  assert names == expected.split()
   for name in names:
     page.click(f'#colours [data-colour={name}]')
     page.wait_for_selector(f'[data-colour={name}][aria-checked="true"]')
-    colours = page.evaluate(
-      '[...document.querySelectorAll(".token")].map('
-      '(t) => t.style.backgroundColor)'
-    )
+    tokens = '[...document.querySelectorAll(".token")]'
+    colours = page.evaluate(f'{tokens}.map((t) => t.style.backgroundColor)')
     assert (len(set(colours)) > 1) == (name != 'none'), name
   # Tokens that are clipped have a mark in every colour.
   cut = sum(len(turn['tokens']['clipped']) for turn in record['turns'])
@@ -283,18 +264,16 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
   turn = record['turns'][-1]
   turn |= {'text': _HOSTILE, 'observation': _HOSTILE, 'action': _HOSTILE}
   turn['tokens']['characters'][-1] = 100
-  (folder / 'trajectories-000001.jsonl').write_text(
-    json.dumps(record) + '\n', 'utf-8'
-  )
+  text = json.dumps(record) + '\n'
+  (folder / 'trajectories-000001.jsonl').write_text(text, 'utf-8')
   config = json.loads((folder / 'config.json').read_text())
   config['title'] = _HOSTILE
   config['env'][_HOSTILE] = _HOSTILE
   (folder / 'config.json').write_text(json.dumps(config))
   lines = runs.metrics(folder)
   lines[-1] |= {f'val/{_HOSTILE}': 1.0, f'alarm/{_HOSTILE}': 1.0}
-  (folder / 'metrics.jsonl').write_text(
-    ''.join(json.dumps(line) + '\n' for line in lines)
-  )
+  text = ''.join(json.dumps(line) + '\n' for line in lines)
+  (folder / 'metrics.jsonl').write_text(text)
   out = tmp_path / 'report.html'
   assert conftest.report(folder, f'--out={out}') == 0
   opened = conftest.Opened(browser, out)
@@ -307,9 +286,8 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
     if tab == 'dialogues':
       opened.shown(0)
     assert page.evaluate('window.hacked') is None
-    assert (
-      page.locator('main img, main script, main b:text-is("bold")').count() == 0
-    )
+    foreign = 'main img, main script, main b:text-is("bold")'
+    assert page.locator(foreign).count() == 0
     text = page.locator('body').inner_text()
     assert not set(text) & set('\x1b\x07\u202e\u202c\u200b\u2028')
     assert '<script>window.hacked = 1</script>' in text
