@@ -4,6 +4,7 @@ import pytest
 from stppo_jax import types
 from stppo_jax.rollout import answer_probes
 from stppo_jax.rollout import pack
+from tests.rollout import dialogues
 
 _STATUS = types.TrajectoryStatus
 _QUESTION = types.Question('q', 'Capital?', ('Paris', 'Lutetia'), 'nq')
@@ -19,21 +20,10 @@ class _Tokenizer:
     return np.array([70, 71], np.int32)
 
 
-def _trajectory(*turns, status=_STATUS.COMPLETED, question=_QUESTION):
-  return types.Trajectory(
-    question,
-    np.array([1, 2], np.int32),
-    tuple(
-      types.Turn(
-        np.array(ids, np.int32),
-        np.zeros(len(ids), np.float32),
-        np.array(observation, np.int32),
-        'search',
-      )
-      for ids, observation in turns
-    ),
-    {'exact_match': 1.0},
-    status,
+def _trajectory(*turns, question=_QUESTION, **options):
+  turns = [(ids, [0] * len(ids), observation) for ids, observation in turns]
+  return dialogues.trajectory(
+    turns, question=question, rewards={'exact_match': 1.0}, **options
   )
 
 

@@ -57,8 +57,16 @@ def _with_header(old, new):
   return whole[:start] + new.ljust(end - start) + whole[end:]
 
 
+def _of_array(content):
+  """Returns the bytes of an archive whose only array has these bytes."""
+  return _zip(loss_mask_BL=content)
+
+
 _NO_FILE, _CUT_OFF = 'not an npz file', 'not a sound npz file'
 _NO_ARRAY = f'{_CUT_OFF}: loss_mask_BL'
+_SQUARE = _npy(np.ones((2, 2)))
+_OBJECT = _npy(np.array([[{}]]), allow_pickle=True)
+_LARGE = b'%d' % 10**32
 
 
 @pytest.mark.parametrize(
@@ -67,25 +75,20 @@ _NO_ARRAY = f'{_CUT_OFF}: loss_mask_BL'
     (b'', _NO_FILE),
     (b'no archive', _NO_FILE),
     (b'\x80\x04N.', _NO_FILE),  # a pickle, of nothing
-    (_npy(np.ones((2, 2))), _NO_FILE),
+    (_SQUARE, _NO_FILE),
     (b'PK\x03\x04 cut off', _CUT_OFF),
     (b'PK', _CUT_OFF),
-    (_zip(loss_mask_BL=_npy(np.ones((2, 2))))[:-8], _CUT_OFF),
-    (_zip(loss_mask_BL=b'no array'), _NO_ARRAY),
-    (_zip(loss_mask_BL=_npy(np.ones((2, 2)))[:-4]), _NO_ARRAY),
-    (_zip(loss_mask_BL=_npy(np.ones(2))).replace(b'\xf0?', b'AA'), _NO_ARRAY),
-    (_zip(loss_mask_BL=_npy(np.array([[{}]]), allow_pickle=True)), _NO_ARRAY),
+    (_of_array(_SQUARE)[:-8], _CUT_OFF),
+    (_of_array(b'no array'), _NO_ARRAY),
+    (_of_array(_SQUARE[:-4]), _NO_ARRAY),
+    (_of_array(_npy(np.ones(2))).replace(b'\xf0?', b'AA'), _NO_ARRAY),
+    (_of_array(_OBJECT), _NO_ARRAY),
     # Numpy raises a different kind of error for each of these headers.
-    (_zip(loss_mask_BL=_with_header(b"'shape'", b"'shape': (8")), _NO_ARRAY),
-    (_zip(loss_mask_BL=_with_header(b'{', b'{[]: 1}')), _NO_ARRAY),
+    (_of_array(_with_header(b"'shape'", b"'shape': (8")), _NO_ARRAY),
+    (_of_array(_with_header(b'{', b'{[]: 1}')), _NO_ARRAY),
+    (_of_array(_with_header(b"'shape'", b"'shape': (10**32,)}")), _NO_ARRAY),
     (
-      _zip(loss_mask_BL=_with_header(b"'shape'", b"'shape': (10**32,)}")),
-      _NO_ARRAY,
-    ),
-    (
-      _zip(
-        loss_mask_BL=_with_header(b"'shape'", b"'shape': (%d,), }" % 10**32)
-      ),
+      _of_array(_with_header(b"'shape'", b"'shape': (" + _LARGE + b',), }')),
       _NO_ARRAY,
     ),
   ],
@@ -101,12 +104,7 @@ def test_a_file_that_is_not_sound_is_one_line(tmp_path, content, expected):
 
 def test_objects_under_other_names_are_never_unpacked(tmp_path):
   path = tmp_path / 'F.npz'
-  path.write_bytes(
-    _zip(
-      loss_mask_BL=_npy(np.ones((2, 3), bool)),
-      notes=_npy(np.array([{}]), allow_pickle=True),
-    )
-  )
+  path.write_bytes(_zip(loss_mask_BL=_SQUARE, notes=_OBJECT))
   assert saved_batch.load(path).keys() == {'loss_mask_BL'}
 
 

@@ -18,6 +18,17 @@ def _text(ids):
   return dialogues.Letters().decode(ids)
 
 
+def _collect_one(turns, steps, **options):
+  """Returns the trajectory of a dialogue that begins with the prompt `Q:`."""
+  (trajectory,) = dialogues.collect_scripts(
+    [turns],
+    dialogues.TableEnvironment(steps),
+    [dialogues.question('Q:')],
+    **options,
+  )
+  return trajectory
+
+
 def test_a_dialogue_equals_the_one_by_hand():
   environment = dialogues.TableEnvironment(
     {'ab!': dialogues.observe('xyz'), 'c.': _DONE}
@@ -61,24 +72,22 @@ def test_rows_are_independent_and_keep_their_order():
     questions,
   )
   assert [t.question for t in trajectories] == questions
-  assert [t.status for t in trajectories] == [
-    _STATUS.COMPLETED,
-    _STATUS.COMPLETED,
-    _STATUS.INFRA_ERROR,
-    _STATUS.TRUNCATED_TURNS,
+  found = []
+  for trajectory in trajectories:
+    pieces = [
+      (turn.token_ids, turn.observation_ids) for turn in trajectory.turns
+    ]
+    text = ''.join(_text(ids) for piece in pieces for ids in piece)
+    found.append((text, trajectory.status.name))
+  assert found == [
+    ('a[1]b[2]z', 'COMPLETED'),
+    ('z', 'COMPLETED'),
+    ('b[2]x', 'INFRA_ERROR'),
+    ('b[2]a[1]y', 'TRUNCATED_TURNS'),
   ]
-  assert [
-    ''.join(
-      _text(turn.token_ids) + _text(turn.observation_ids) for turn in t.turns
-    )
-    for t in trajectories
-  ] == ['a[1]b[2]z', 'z', 'b[2]x', 'b[2]a[1]y']
   # Each step gets the turn of its own row.
-  assert [call[1:] for call in environment.calls if call[0] == 'q3'] == [
-    (0, 'b'),
-    (1, 'a'),
-    (2, 'y'),
-  ]
+  calls = [call[1:] for call in environment.calls if call[0] == 'q3']
+  assert calls == [(0, 'b'), (1, 'a'), (2, 'y')]
 
 
 @pytest.mark.parametrize(
@@ -92,19 +101,11 @@ def test_rows_are_independent_and_keep_their_order():
 def test_an_observation_must_leave_room_to_write(
   max_length, status, observation, last
 ):
-  environment = dialogues.TableEnvironment(
-    {'ab!': dialogues.observe('xyz'), 'c': _DONE}
-  )
-  (trajectory,) = dialogues.collect_scripts(
-    [['ab!', 'c']],
-    environment,
-    [dialogues.question('Q:')],
-    max_length=max_length,
-  )
+  steps = {'ab!': dialogues.observe('xyz'), 'c': _DONE}
+  trajectory = _collect_one(['ab!', 'c'], steps, max_length=max_length)
   assert trajectory.status is status
   assert _text(trajectory.turns[0].observation_ids) == observation
   assert _text(trajectory.turns[-1].token_ids) == last
-  assert environment.ends[0][3] is status
 
 
 @pytest.mark.parametrize('reward', [math.nan, math.inf, 1e39])
@@ -141,26 +142,14 @@ def test_a_reward_that_is_not_finite_fails_its_trajectory(reward, caplog):
   ],
 )
 def test_an_invalid_turn_that_fills_the_row_is_truncated(step, status):
-  (trajectory,) = dialogues.collect_scripts(
-    [['abcdef']],
-    dialogues.TableEnvironment({'abc': step}),
-    [dialogues.question('Q:')],
-    max_length=5,
-  )
+  trajectory = _collect_one(['abcdef'], {'abc': step}, max_length=5)
   assert _text(trajectory.turns[0].token_ids) == 'abc'
   assert trajectory.status is _STATUS[status]
 
 
 def test_a_dialogue_goes_on_after_a_turn_that_its_own_limit_cuts():
-  environment = dialogues.TableEnvironment(
-    {'abc': dialogues.observe('?', 'invalid'), 'd': _DONE}
-  )
-  (trajectory,) = dialogues.collect_scripts(
-    [['abcdef', 'd']],
-    environment,
-    [dialogues.question('Q:')],
-    max_turn_tokens=3,
-  )
+  steps = {'abc': dialogues.observe('?', 'invalid'), 'd': _DONE}
+  trajectory = _collect_one(['abcdef', 'd'], steps, max_turn_tokens=3)
   assert [turn.action for turn in trajectory.turns] == ['invalid', 'answer']
   assert trajectory.status is _STATUS.COMPLETED
 
@@ -170,27 +159,9 @@ def test_a_dialogue_goes_on_after_a_turn_that_its_own_limit_cuts():
   [(8, '[123456]'), (7, '[12345]'), (3, '[1]'), (2, '[]'), (1, '[]')],
 )
 def test_only_the_body_of_an_observation_is_cut(limit, observation):
-  (trajectory,) = dialogues.collect_scripts(
-    [['a', 'b']],
-    dialogues.TableEnvironment({'a': dialogues.observe('123456'), 'b': _DONE}),
-    [dialogues.question('Q:')],
-    max_observation_tokens=limit,
-  )
+  steps = {'a': dialogues.observe('123456'), 'b': _DONE}
+  trajectory = _collect_one(['a', 'b'], steps, max_observation_tokens=limit)
   assert _text(trajectory.turns[0].observation_ids) == observation
-
-
-def test_a_prompt_without_room_is_truncated_and_other_rows_go_on():
-  long, short = dialogues.collect_scripts(
-    [['a'], ['b']],
-    dialogues.TableEnvironment({'b': _DONE}),
-    [dialogues.question('1234567', 'q7'), dialogues.question('12', 'q8')],
-    max_length=5,
-  )
-  assert long.status is types.TrajectoryStatus.TRUNCATED_LENGTH
-  assert long.turns == () and len(long.prompt_ids) == 5
-  assert short.status is types.TrajectoryStatus.COMPLETED
-  batch = pack.pack([long, short], length_bucket=8)
-  assert not batch.loss_mask_BL[0].any() and batch.loss_mask_BL[1].any()
 
 
 def test_rows_of_a_group_have_a_question_in_common():
@@ -209,29 +180,26 @@ def test_rows_of_a_group_have_a_question_in_common():
     max_length=7,
     group_size=2,
   )
-  assert [t.question.id for t in trajectories] == [
-    'q1',
-    'q1',
-    'long',
-    'long',
-    'q2',
-    'q2',
-  ]
+  ids = [t.question.id for t in trajectories]
+  assert ids == ['q1', 'q1', 'long', 'long', 'q2', 'q2']
   written = [
     ''.join(_text(turn.token_ids) for turn in t.turns) for t in trajectories
   ]
   assert written == ['ab', 'c', '', '', 'c', 'ac']
-  assert [t.status is _STATUS.COMPLETED for t in trajectories] == [
-    text != '' for text in written
-  ]
   assert environment.prompted == ['q1', 'long', 'q2']
-  assert pack.pack(trajectories, length_bucket=1).group_ids_B.tolist() == [
-    0,
-    0,
-    1,
-    1,
-    2,
-    2,
+  # A prompt without room is cut, and the other rows go on.
+  for number, trajectory in enumerate(trajectories):
+    long = number in (2, 3)
+    assert trajectory.status is (
+      _STATUS.TRUNCATED_LENGTH if long else _STATUS.COMPLETED
+    )
+    assert len(trajectory.prompt_ids) == (7 if long else 2)
+  ends = sorted(status.name for *_, status in environment.ends)
+  assert ends == ['COMPLETED'] * 4 + ['TRUNCATED_LENGTH'] * 2
+  batch = pack.pack(trajectories, length_bucket=1)
+  assert batch.group_ids_B.tolist() == [0, 0, 1, 1, 2, 2]
+  assert (batch.loss_mask_BL.sum(1) > 0).tolist() == [
+    text != '' for text in written
   ]
   # The reward of a turn does not depend on the outcome.
   turn_rewards = [[turn.reward for turn in t.turns] for t in trajectories]
@@ -281,11 +249,9 @@ def test_long_trajectories_are_punished(script, status, expected):
     'z': _DONE,
   }
   limit = 20
-  environment = dialogues.TableEnvironment({script[:18]: ends[script[:18][-1]]})
-  (trajectory,) = dialogues.collect_scripts(
-    [[script]],
-    environment,
-    [dialogues.question('Q:')],
+  trajectory = _collect_one(
+    [script],
+    {script[:18]: ends[script[:18][-1]]},
     max_length=limit,
     overlong=collect.Overlong(weight=2.0, max_length=limit, interval=8.0),
   )

@@ -3,6 +3,7 @@
 from concurrent import futures
 import contextlib
 import dataclasses
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -168,28 +169,9 @@ def test_those_that_learn_hear_why_a_host_cannot_collect():
       assert raised.value.exit_code == 75 and raised.value.saves
 
 
-class _Prefetcher:
-  """Notes what a host that collects is told to do."""
-
-  def __init__(self):
-    self.calls = []
-
-  def restore(self, version, published):
-    self.calls.append(('restore', version, *map(float, published)))
-
-  def schedule(self, version, params):
-    self.calls.append(('schedule', version, float(params)))
-
-  def result(self, step):
-    self.calls.append(('result', step))
-
-  def drain(self):
-    self.calls.append(('drain',))
-
-
 def test_hosts_that_collect_do_what_the_others_need():
   """A run resumes after five steps, and is evaluated after seven."""
-  prefetchers = [_Prefetcher() for _ in range(_COLLECTORS)]
+  prefetchers = [mock.Mock() for _ in range(_COLLECTORS)]
   with _run() as (sides, found), futures.ThreadPoolExecutor() as threads:
     following = [
       threads.submit(
@@ -220,11 +202,11 @@ def test_hosts_that_collect_do_what_the_others_need():
     for future in following:
       future.result(30)
   for prefetcher in prefetchers:
-    assert prefetcher.calls == [
-      ('restore', 5, 4.5),
-      ('schedule', 5, 5.5),
-      ('result', 5),
-      ('schedule', 6, 6.5),
-      ('result', 6),
-      ('drain',),
+    assert prefetcher.mock_calls == [
+      mock.call.restore(5, [4.5]),
+      mock.call.schedule(5, 5.5),
+      mock.call.result(5),
+      mock.call.schedule(6, 6.5),
+      mock.call.result(6),
+      mock.call.drain(),
     ]

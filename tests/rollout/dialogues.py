@@ -4,6 +4,7 @@ from collections.abc import Mapping
 import contextlib
 
 import numpy as np
+import pytest
 
 from stppo_jax import types
 from stppo_jax.envs import protocol
@@ -82,8 +83,51 @@ def end(status, action='answer'):
   return protocol.Step(action, None, status)
 
 
-def question(text, question_id='q'):
-  return types.Question(question_id, text, ('x',), 'nq')
+def question(text, question_id='q', data_set='nq'):
+  return types.Question(question_id, text, ('x',), data_set)
+
+
+def turn(ids, logprobs, observation, reward=0.0):
+  """Returns a turn that searches."""
+  return types.Turn(
+    np.array(ids, np.int32),
+    np.array(logprobs, np.float32),
+    np.array(observation, np.int32),
+    'search',
+    reward,
+  )
+
+
+def trajectory(
+  turns=(),
+  *,
+  prompt=(1, 2),
+  rewards=(),
+  status=types.TrajectoryStatus.COMPLETED,
+  **options,
+):
+  """Returns a trajectory; each of the turns has the arguments of `turn`."""
+  return types.Trajectory(
+    question=options.pop('question', question('why?')),
+    prompt_ids=np.array(prompt, np.int32),
+    turns=tuple(turn(*each) for each in turns),
+    rewards=dict(rewards),
+    status=status,
+    **options,
+  )
+
+
+class Ready:
+  """A retriever that is ready, which counts the waits, and its event loop."""
+
+  waits = 0
+
+  async def wait_until_ready(self):
+    self.waits += 1
+
+  def run(self, coroutine):
+    with pytest.raises(StopIteration):
+      coroutine.send(None)
 
 
 # Larger than all texts of the tests.

@@ -11,6 +11,7 @@ from stppo_jax.envs import search
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.rollout import evaluation
 from stppo_jax.rollout import steps
+from tests.rollout import dialogues
 from tests.training import runs
 
 _STATUS = types.TrajectoryStatus
@@ -27,27 +28,11 @@ class _Questions:
     }
 
 
-class _Retriever:
-  """Counts the waits until it is ready; its own event loop."""
-
-  waits = 0
-
-  async def wait_until_ready(self):
-    self.waits += 1
-
-  def run(self, coroutine):
-    with pytest.raises(StopIteration):
-      coroutine.send(None)
-
-
 def _failed(question):
-  return types.Trajectory(
-    question,
-    np.zeros(1, np.int32),
-    (),
-    {},
-    _STATUS.INFRA_ERROR,
-    {'em': 0.0},
+  return dialogues.trajectory(
+    question=question,
+    status=_STATUS.INFRA_ERROR,
+    scores={'em': 9.0},
     cause='http://away: status 503',
   )
 
@@ -68,15 +53,10 @@ class _Sampler:
     bits = np.asarray(jax.random.key_data(keys)).tolist()
     self.calls.append(([q.id for q in questions], bits, greedy))
     return [
-      types.Trajectory(
-        question,
-        np.zeros(1, np.int32),
-        (),
-        {},
-        _STATUS.COMPLETED if question.id in self.ems else _STATUS.INFRA_ERROR,
-        {'em': self.ems.get(question.id, 9.0)},
-      )
-      for question in questions
+      dialogues.trajectory(question=x, scores={'em': self.ems[x.id]})
+      if x.id in self.ems
+      else _failed(x)
+      for x in questions
     ]
 
 
@@ -88,7 +68,7 @@ def evaluated():
   services = python_types.SimpleNamespace(
     questions=questions,
     environment=search.SearchEnvironment,
-    retriever=_Retriever(),
+    retriever=dialogues.Ready(),
   )
   services.loop = services.retriever
   fake.retriever = services.retriever

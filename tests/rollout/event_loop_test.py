@@ -92,24 +92,28 @@ def test_an_interrupt_at_any_line_leaves_no_coroutine_unawaited(recwarn):
   assert not [str(x.message) for x in recwarn if 'await' in str(x.message)]
 
 
-def test_leaving_the_loop_cancels_running_coroutines(caplog):
+def test_leaving_the_loop_cancels_coroutines_and_ends_futures(caplog):
   ended = []
 
-  async def serve():
+  async def serve(name):
     try:
       await asyncio.sleep(60)
     finally:
       await asyncio.sleep(0)
-      ended.append('serve')
+      ended.append(name)
 
   async def start():
-    asyncio.get_running_loop().keep = asyncio.create_task(serve())
+    asyncio.get_running_loop().keep = asyncio.create_task(serve('task'))
     await asyncio.sleep(0)
 
   with event_loop.EventLoop() as loop:
     loop.run(start())
-  assert ended == ['serve']
+    (future,) = loop.submit([serve('submitted')])
+    loop.run(asyncio.sleep(0))
+  assert sorted(ended) == ['submitted', 'task']
   assert not caplog.records  # such as "Task was destroyed but it is pending"
+  with pytest.raises(concurrent.futures.CancelledError):
+    future.result(timeout=20)
 
 
 def test_submitted_coroutines_start_together_and_end_in_any_order():
@@ -127,9 +131,8 @@ def test_submitted_coroutines_start_together_and_end_in_any_order():
     futures = loop.submit([work(value) for value in range(4)])
     waited = concurrent.futures.wait(futures, timeout=20)
     assert not waited.not_done
-    assert [futures[n].result() for n in (0, 1, 3)] == [
-      (n, 'event-loop') for n in (0, 1, 3)
-    ]
+    for n in (0, 1, 3):
+      assert futures[n].result() == (n, 'event-loop')
     with pytest.raises(LookupError, match='two'):
       futures[2].result()
     assert loop.submit([]) == []
@@ -169,13 +172,3 @@ def test_cancelling_a_future_cancels_its_coroutine_only(caplog):
   assert cancelled.cancelled() and failing.cancelled()
   assert events[:3] == ['0 is over', 1, '1 is over']
   assert not caplog.records
-
-
-def test_leaving_the_loop_ends_every_future():
-  async def wait():
-    await asyncio.sleep(60)
-
-  with event_loop.EventLoop() as loop:
-    (future,) = loop.submit([wait()])
-  with pytest.raises(concurrent.futures.CancelledError):
-    future.result(timeout=20)

@@ -7,32 +7,14 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.rollout import pack
+from tests.rollout import dialogues
 
 _STATUS = types.TrajectoryStatus
 
 
-def _question(question_id='q', data_set='nq'):
-  return types.Question(question_id, 'why?', ('x',), data_set)
-
-
-def _turn(ids, logprobs, observation, reward=0.0):
-  return types.Turn(
-    np.array(ids, np.int32),
-    np.array(logprobs, np.float32),
-    np.array(observation, np.int32),
-    'search',
-    reward,
-  )
-
-
-def _trajectory(turns, prompt=(1, 2), status=_STATUS.COMPLETED, question=None):
-  return types.Trajectory(
-    question=question or _question(),
-    prompt_ids=np.array(prompt, np.int32),
-    turns=tuple(_turn(*turn) for turn in turns),
-    rewards={'a': 0.75, 'b': -0.5},
-    status=status,
-  )
+def _trajectory(turns, **options):
+  rewards = {'a': 0.75, 'b': -0.5}
+  return dialogues.trajectory(turns, rewards=rewards, **options)
 
 
 _SHORT = [([7], [-0.7], [])]
@@ -55,6 +37,11 @@ def test_all_arrays_are_aligned_by_token():
     [0, 0, 1, 1, 0, 0, 0, 2, 0, 3, 3, 0],
   ]
   np.testing.assert_array_equal(batch.loss_mask_BL, batch.turn_ids_BL > 0)
+  # Five of twelve tokens: two quarters.
+  assert batch.loss_positions_BM.tolist() == [
+    [2, 12, 12, 12, 12, 12],
+    [2, 3, 7, 9, 10, 12],
+  ]
   zeros = np.zeros(12)
   expected = np.stack([zeros, zeros])
   expected[0, 2] = -0.7
@@ -66,23 +53,8 @@ def test_all_arrays_are_aligned_by_token():
     for name in ('tokens_BL', 'lengths_B', 'turn_ids_BL', 'loss_mask_BL')
   ]
   assert dtypes == ['int32', 'int32', 'int32', 'bool']
-  assert batch.sampler_logprobs_BL.dtype == batch.rewards_BL.dtype == np.float32
-
-
-def test_loss_positions_are_those_of_the_mask():
-  rows = [_SHORT, _LONG, _LONG]
-  status = [_STATUS.COMPLETED, _STATUS.COMPLETED, _STATUS.INFRA_ERROR]
-  batch = pack.pack(
-    [_trajectory(r, status=s) for r, s in zip(rows, status, strict=True)],
-    length_bucket=4,
-  )
-  # Five of twelve tokens: two quarters.
-  assert batch.loss_positions_BM.tolist() == [
-    [2, 12, 12, 12, 12, 12],
-    [2, 3, 7, 9, 10, 12],
-    [12] * 6,
-  ]
   assert batch.loss_positions_BM.dtype == np.int32
+  assert batch.sampler_logprobs_BL.dtype == batch.rewards_BL.dtype == np.float32
 
 
 def test_loss_positions_take_few_shapes():
@@ -99,22 +71,35 @@ def test_loss_positions_take_few_shapes():
   assert sizes == {3: [0, 1, 2, 3], 6: [4, 5, 6], 9: [7, 8, 9], 10: [10]}
 
 
-def test_the_outcome_is_at_the_last_policy_token():
-  # The last turn is empty; an observation follows the turn before it.
-  turns = [([3, 4], [-1, -1], [5, 5]), ([], [], [6])]
-  batch = pack.pack([_trajectory(turns)], length_bucket=8)
-  assert batch.rewards_BL.tolist() == [[0, 0, 0, 0.25, 0, 0, 0, 0]]
+@pytest.mark.parametrize(
+  ('turns', 'rewards'),
+  [
+    # The last turn is empty; an observation follows the turn before it.
+    ([([3, 4], [5, 5], 0.0), ([], [6], 0.0)], [0, 0.25, 0, 0, 0]),
+    # The reward of a turn is at its last token, and the outcome, 0.25, is added
+    # where the last turn with tokens ends.
+    (
+      [([3, 4], [5, 5], 2.0), ([6], [8], 0.0), ([9, 9], [7], -4.0)],
+      [0, 2.0, 0, 0, 0, 0, 0, -3.75, 0],
+    ),
+    ([([3, 4], [5], 2.0), ([], [], 0.0)], [0, 2.25, 0]),
+  ],
+)
+def test_rewards_are_at_the_last_policy_token(turns, rewards):
+  turns = [(ids, [-1] * len(ids), *others) for ids, *others in turns]
+  batch = pack.pack([_trajectory(turns)], length_bucket=1)
+  assert batch.rewards_BL.tolist() == [[0, 0, *rewards]]
+  failed = _trajectory(turns, status=_STATUS.INFRA_ERROR)
+  assert not pack.pack([failed], length_bucket=1).rewards_BL.any()
 
 
-def test_a_failed_row_has_no_loss_and_no_reward():
+def test_a_failed_row_has_tokens_and_no_loss():
   failed = _trajectory(_LONG, status=_STATUS.INFRA_ERROR)
-  sound = _trajectory(_LONG)
-  batch = pack.pack([failed, sound], length_bucket=4)
-  np.testing.assert_array_equal(batch.tokens_BL[0], batch.tokens_BL[1])
-  np.testing.assert_array_equal(batch.turn_ids_BL[0], batch.turn_ids_BL[1])
-  assert not batch.loss_mask_BL[0].any() and not batch.rewards_BL[0].any()
-  assert batch.loss_mask_BL[1].sum() == 5
-  assert batch.rewards_BL[1].sum() == 0.25
+  batch = pack.pack([failed, _trajectory(_LONG)], length_bucket=4)
+  for x_BL in (batch.tokens_BL, batch.turn_ids_BL):
+    np.testing.assert_array_equal(x_BL[0], x_BL[1])
+  assert batch.loss_mask_BL.sum(1).tolist() == [0, 5]
+  assert batch.loss_positions_BM[0].tolist() == [12] * 6
 
 
 def test_lengths_are_multiples_of_the_bucket():
@@ -124,40 +109,39 @@ def test_lengths_are_multiples_of_the_bucket():
     assert batch.tokens_BL.shape == (1, length)
 
 
+@pytest.mark.parametrize(
+  ('bucket', 'max_length', 'expected'),
+  [
+    (256, 4096, 512),  # not 16 lengths, but 8
+    (256, 4097, 768),
+    (32, 192, 32),
+    (128, 640, 128),
+    (500, 100, 500),
+    (1, 8, 1),
+  ],
+)
+def test_there_are_at_most_eight_lengths(bucket, max_length, expected):
+  unit = pack.unit(bucket, max_length=max_length)
+  assert unit == expected and unit % bucket == 0
+  assert -(-max_length // unit) <= pack.MAX_LENGTHS
+
+
 def test_rows_of_one_question_share_a_group():
-  questions = [
-    _question('a'),
-    _question('b'),
-    _question('a'),
-    _question('a', 'hotpotqa'),  # another question with the same id
-    _question('b'),
+  # The fourth is another question with the same id.
+  places = [
+    ('a', 'nq'),
+    ('b', 'nq'),
+    ('a', 'nq'),
+    ('a', 'hotpotqa'),
+    ('b', 'nq'),
   ]
+  questions = [dialogues.question('why?', *place) for place in places]
   batch = pack.pack(
     [_trajectory(_SHORT, question=question) for question in questions],
     length_bucket=4,
   )
   assert batch.group_ids_B.tolist() == [0, 1, 0, 2, 1]
   assert batch.group_ids_B.dtype == np.int32
-
-
-def test_the_reward_of_a_turn_is_at_its_last_token():
-  turns = [
-    ([3, 4], [-1, -1], [5, 5], 2.0),
-    ([6], [-1], [8], 0.0),
-    ([9, 9], [-1, -1], [7], -4.0),
-  ]
-  batch = pack.pack([_trajectory(turns)], length_bucket=1)
-  # The outcome, 0.25, is added where the last turn ends.
-  expected = [0, 0, 0, 2.0, 0, 0, 0, 0, 0, -3.75, 0]
-  assert batch.rewards_BL.tolist() == [expected]
-  failed = _trajectory(turns, status=_STATUS.INFRA_ERROR)
-  assert not pack.pack([failed], length_bucket=1).rewards_BL.any()
-
-
-def test_the_outcome_is_added_to_the_reward_of_an_earlier_turn():
-  turns = [([3, 4], [-1, -1], [5], 2.0), ([], [], [])]
-  batch = pack.pack([_trajectory(turns)], length_bucket=1)
-  assert batch.rewards_BL.tolist() == [[0, 0, 0, 2.25, 0]]
 
 
 def _turns(*observations):
@@ -167,25 +151,28 @@ def _turns(*observations):
 
 def test_states_are_pairs_of_question_and_latest_observation():
   rows = [
-    (_question('a'), _turns([5, 5], [6], [])),
-    (_question('a'), _turns([6], [5, 5], [])),  # the same in another order
-    (_question('b'), _turns([5, 5], [])),  # the same of another question
-    (_question('a', 'hotpotqa'), _turns([])),
+    (('a', 'nq'), _turns([5, 5], [6], [])),
+    (('a', 'nq'), _turns([6], [5, 5], [])),  # the same in another order
+    (('b', 'nq'), _turns([5, 5], [])),  # the same of another question
+    (('a', 'hotpotqa'), _turns([])),
     # A turn after an empty observation is no first turn.
-    (_question('a'), _turns([], [6, 6], [])),
+    (('a', 'nq'), _turns([], [6, 6], [])),
   ]
   batch = pack.pack(
-    [_trajectory(turns, question=question) for question, turns in rows],
+    [
+      _trajectory(turns, question=dialogues.question('why?', *place))
+      for place, turns in rows
+    ],
     length_bucket=1,
   )
   policy_BL = batch.turn_ids_BL > 0
   assert ((batch.state_ids_BL > 0) == policy_BL).all()
   assert batch.state_ids_BL.dtype == np.int32
   seen = {}  # state -> ids, read by plain loops
-  for n, (question, turns) in enumerate(rows):
+  for n, (place, turns) in enumerate(rows):
     observation = 'nothing'
     for turn_id, (_, _, observation_ids) in enumerate(turns, start=1):
-      state = question.data_set, question.id, str(observation)
+      state = *place, str(observation)
       own = batch.state_ids_BL[n][batch.turn_ids_BL[n] == turn_id]
       seen.setdefault(state, set()).update(own.tolist())
       observation = observation_ids

@@ -122,18 +122,9 @@ def _changed(**changes):
   [
     ({'tokens_BL': np.zeros((8, 6), int)}, 'lacks loss_mask_BL, rewards_BL, g'),
     (_changed(tokens_BL=np.zeros(8, int)), r'tokens_BL has shape \(8,\)'),
-    (
-      _changed(rewards_BL=np.zeros((8, 5))),
-      r'rewards_BL has shape \(8, 5\), expected \(8, 6\)',
-    ),
-    (
-      _changed(loss_mask_BL=np.zeros((7, 6), bool)),
-      r'loss_mask_BL has shape \(7, 6\), expected \(8, 6\)',
-    ),
-    (
-      _changed(group_ids_B=np.zeros(7, int)),
-      r'group_ids_B has shape \(7,\), expected \(8,\)',
-    ),
+    (_changed(rewards_BL=np.zeros((8, 5))), r'rewards_BL .* expected \(8, 6\)'),
+    (_changed(loss_mask_BL=np.zeros((7, 6), bool)), r'loss_mask_BL .*\(7, 6\)'),
+    (_changed(group_ids_B=np.zeros(7, int)), r'group_ids_B .* expected \(8,\)'),
     (_changed(tokens_BL=np.zeros((8, 6))), 'tokens_BL is float64, expected in'),
     (_changed(group_ids_B=np.array(['a'] * 8)), 'group_ids_B is <U1'),
     (_changed(rewards_BL=np.full((8, 6), np.nan)), 'row 0 sums to nan'),
@@ -141,10 +132,7 @@ def _changed(**changes):
     (_changed(group_ids_B=np.arange(8)), 'no pair: '),
     (_changed(loss_mask_BL=np.zeros((8, 6), bool)), 'no pair: '),
     (_changed(tokens_BL=np.full((8, 6), None)), 'not a sound npz file'),
-    (
-      {name: x[:0] for name, x in arrays().items()},
-      'no pair: ',
-    ),
+    ({name: x[:0] for name, x in arrays().items()}, 'no pair: '),
   ],
 )
 def test_a_bad_file_is_refused_in_one_line(tmp_path, given, expected):

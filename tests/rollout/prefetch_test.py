@@ -64,19 +64,16 @@ class _Never:
     pass
 
 
-def _collector(engine, steps_ahead, *, background, num_steps=5):
+def _collector(engine, steps_ahead, *, background, loop=None, **options):
   return prefetch.Prefetcher(
     engine.collect,
     engine.publish,
     lambda state: state.params,
     steps_ahead=steps_ahead,
-    num_steps=num_steps,
-    loop=_Never() if background else None,
+    num_steps=5,
+    loop=(loop or _Never()) if background else None,
+    **options,
   )
-
-
-def _policies(*versions):
-  return tuple(f'policy {version}' for version in versions)
 
 
 def _events(steps, steps_ahead):
@@ -97,47 +94,34 @@ def _events(steps, steps_ahead):
 def test_a_step_is_collected_with_the_policy_so_many_steps_behind(
   steps_ahead, background
 ):
-  engine = _Engine()
-  collector = _collector(engine, steps_ahead, background=background)
-  for step in range(5):
-    collector.schedule(step, _State(step))
-    version = max(0, step - steps_ahead)
-    assert collector.policy(step) == f'policy {version}'
-    collected = collector.result(step)
-    assert collected.trajectories == [f'trajectory {step}']
-    assert collected.metrics == {'step': step}
-    assert 0 <= collected.seconds[0] < _SECONDS
-  collector.close()
-  # Weights change between collections only, and no later step is collected.
-  assert engine.events == _events(range(5), steps_ahead)
-  (thread,) = engine.threads
-  assert (thread is threading.current_thread()) != background
-
-
-@pytest.mark.parametrize('background', [False, True])
-@pytest.mark.parametrize('steps_ahead', [0, 1, 2, 7])
-def test_a_restored_collector_goes_on_as_if_nothing_had_happened(
-  steps_ahead, background
-):
+  # A restored collector goes on as if nothing had happened.
   for done in range(5):
     first = _collector(_Engine(), steps_ahead, background=False)
     for step in range(done):
       first.schedule(step, _State(step))
       first.result(step)
     published = first.published(done, f'policy {done}')
-    assert published == _policies(
-      *(max(0, done - behind) for behind in range(1, steps_ahead + 1))
+    assert published == tuple(
+      f'policy {max(0, done - behind)}' for behind in range(1, steps_ahead + 1)
     )
     engine = _Engine()
     collector = _collector(engine, steps_ahead, background=background)
-    collector.restore(done, published)
-    # Saved again before anything happens, it is the same.
-    assert collector.published(done, f'policy {done}') == published
+    if done:
+      collector.restore(done, published)
+      # Saved again before anything happens, it is the same.
+      assert collector.published(done, f'policy {done}') == published
     for step in range(done, 5):
       collector.schedule(step, _State(step))
-      collector.result(step)
+      assert collector.policy(step) == f'policy {max(0, step - steps_ahead)}'
+      collected = collector.result(step)
+      assert collected.trajectories == [f'trajectory {step}']
+      assert collected.metrics == {'step': step}
+      assert 0 <= collected.seconds[0] < _SECONDS
     collector.close()
+    # Weights change between collections only, and no later step is collected.
     assert engine.events == _events(range(done, 5), steps_ahead)
+    (thread,) = engine.threads
+    assert (thread is threading.current_thread()) != background
 
 
 @pytest.mark.parametrize('steps_ahead', [1, 2])
@@ -167,15 +151,7 @@ def test_weights_are_sent_once_by_the_thread_that_learns():
     sent.append(params)
     return params
 
-  collector = prefetch.Prefetcher(
-    engine.collect,
-    engine.publish,
-    lambda state: state.params,
-    steps_ahead=1,
-    num_steps=5,
-    loop=_Never(),
-    send=send,
-  )
+  collector = _collector(engine, 1, background=True, send=send)
   for step in range(5):
     collector.schedule(step, _State(step))
     collector.result(step)
@@ -226,10 +202,6 @@ def loop():
     yield running
 
 
-def _wait_for(events, name):
-  assert events[name].wait(_SECONDS), name
-
-
 @pytest.mark.parametrize('waits', ['submit', 'run', 'samples'])
 def test_closing_ends_a_collection(loop, waits):
   """A collection that waits or samples without end is ended."""
@@ -244,31 +216,24 @@ def test_closing_ends_a_collection(loop, waits):
       events['cancelled'].set()
       raise
 
-  def collect(step):
-    if waits == 'run':
-      stoppable.run(endless())
-    elif waits == 'submit':
-      (future,) = stoppable.submit([endless()])
-      future.result()
-    while True:  # a chunk of tokens that ends no turn
-      events['waiting'].set()
-      stoppable.submit([])
+  class Endless(_Engine):
+    def collect(self, step):
+      if waits == 'run':
+        stoppable.run(endless())
+      elif waits == 'submit':
+        (future,) = stoppable.submit([endless()])
+        future.result()
+      while True:  # a chunk of tokens that ends no turn
+        events['waiting'].set()
+        stoppable.submit([])
 
-  collector = prefetch.Prefetcher(
-    collect,
-    lambda params, version: None,
-    lambda state: state.params,
-    steps_ahead=1,
-    num_steps=9,
-    loop=stoppable,
-  )
+  collector = _collector(Endless(), 1, background=True, loop=stoppable)
   collector.schedule(0, _State(0))
-  _wait_for(events, 'waiting')
+  assert events['waiting'].wait(_SECONDS)
   started = time.monotonic()
   collector.close()
   assert time.monotonic() - started < _SECONDS / 2
-  if waits != 'samples':
-    _wait_for(events, 'cancelled')
+  assert waits == 'samples' or events['cancelled'].wait(_SECONDS)
   assert not any(t.name.startswith('collect') for t in threading.enumerate())
 
 

@@ -11,8 +11,6 @@ import pytest
 from stppo_jax.rollout import pack
 from tests.sampling import vocabularies
 
-_TOKENIZERS = {'phrases': vocabularies.phrases, 'bpe': vocabularies.bpe}
-
 
 def test_sentences_equal_those_by_hand():
   pieces = [
@@ -60,7 +58,7 @@ def _slow(token_bytes, ids):
 @functools.cache
 def _splitter(name):
   """Returns the bytes of tokens, and what splits their ids."""
-  pieces = _TOKENIZERS[name]().token_bytes()
+  pieces = vocabularies.PLAIN[name]().token_bytes()
   return pieces, pack.SentenceSplitter(pieces)
 
 
@@ -76,9 +74,9 @@ def _splitter(name):
     max_size=12,
   ).map(''.join)
 )
-@pytest.mark.parametrize('name', _TOKENIZERS)
+@pytest.mark.parametrize('name', vocabularies.PLAIN)
 def test_sentences_of_tokens_are_those_of_the_text(name, text):
-  tokenizer = _TOKENIZERS[name]()
+  tokenizer = vocabularies.PLAIN[name]()
   ids = tokenizer.encode_text(text)
   pieces, split = _splitter(name)
   assert split(ids).tolist() == _slow(pieces, ids)

@@ -49,7 +49,6 @@ _SCRIPTS = (
   ['{act}', '{act}', '<answer>no</answer>'],
   ['{act}', 'hm', '{act}'],
 )
-_STATUS = types.TrajectoryStatus
 
 
 class _Echo:
@@ -88,11 +87,10 @@ def _tools(text):
 def _collect(make, text, tokenizer):
   environment, act = make(text)
   scripts = [[turn.replace('{act}', act) for turn in s] for s in _SCRIPTS]
-  question = dialogues.question(f'Which {text}?')
   return dialogues.collect_scripts(
     scripts,
     environment,
-    [question],
+    [dialogues.question(f'Which {text}?')],
     tokenizer=tokenizer,
     group_size=len(scripts),
     max_length=8000,
@@ -119,11 +117,8 @@ def _decisions(trajectories):
 def test_no_spoof_changes_reward_mask_or_action(make, tokenizer):
   tokenizer = _TOKENIZERS[tokenizer]()
   honest = _decisions(_collect(make, 'plain', tokenizer))
-  assert [one[0] for one in honest] == [
-    _STATUS.COMPLETED,
-    _STATUS.COMPLETED,
-    _STATUS.TRUNCATED_TURNS,
-  ]
+  statuses = [one[0].name for one in honest]
+  assert statuses == ['COMPLETED', 'COMPLETED', 'TRUNCATED_TURNS']
   assert [sum(one[1].values()) for one in honest] == [1.0, 0.0, 0.0]
   for name, spoof in _SPOOFS.items():
     trajectories = _collect(make, spoof, tokenizer)

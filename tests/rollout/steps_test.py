@@ -17,6 +17,7 @@ from stppo_jax.envs import search
 from stppo_jax.rollout import steps
 from stppo_jax.training import components
 from stppo_jax.training import model_files
+from tests.rollout import dialogues
 from tests.training import runs
 
 _STATUS = types.TrajectoryStatus
@@ -29,7 +30,7 @@ _REWARDS = {
 _STEP = 5
 
 
-class _World:
+class _World(dialogues.Ready):
   """A fake of questions, collector, retriever and event loop in one.
 
   Attributes:
@@ -40,7 +41,7 @@ class _World:
 
   def __init__(self, *rounds):
     self._rounds = list(rounds)
-    self.asked, self.keys, self.waits = [], [], 0
+    self.asked, self.keys = [], []
     self.collected = []
     self._queries = 0
     self.questions = self.retriever = self.loop = self
@@ -68,23 +69,14 @@ class _World:
     queries, self._queries = self._queries, 0
     return {'retrieval/ok': queries}
 
-  async def wait_until_ready(self):
-    self.waits += 1
-
-  def run(self, coroutine):
-    with pytest.raises(StopIteration):
-      coroutine.send(None)
-
 
 def _trajectory(question, reward):
-  failed = reward is None
-  return types.Trajectory(
+  score = 0.0 if reward is None else reward
+  return dialogues.trajectory(
     question=question,
-    prompt_ids=np.zeros(1, np.int32),
-    turns=(),
-    rewards={'exact_match': 0.0 if failed else reward},
-    status=_STATUS.INFRA_ERROR if failed else _STATUS.COMPLETED,
-    scores={'em': 0.0 if failed else reward},
+    rewards={'exact_match': score},
+    status=_STATUS.INFRA_ERROR if reward is None else _STATUS.COMPLETED,
+    scores={'em': score},
   )
 
 
@@ -182,18 +174,21 @@ def test_a_round_in_an_outage_is_collected_again(said):
     (1, ['vx=v', 'v'], 2),
     (2, ['xxv=', 'vx', '='], 4),
     (2, ['xxv=', 'vx', 'x'], 2),
-    # The kept row of a group with one failure stays what it was.
     (1, ['h=v=', 'v'], 1),
   ],
 )
 def test_failed_rows_are_collected_again(said, rounds, collected, refilled):
   world = _World(*collected)
-  ids, metrics = _collect(world, 0, refill_rounds=rounds)
-  assert ids == '00 01 02 03'.split()
+  trajectories, metrics = _collect_rows(world, 0, refill_rounds=rounds)
+  ids = [trajectory.question.id for trajectory in trajectories]
+  assert ids == '00 00 01 01 02 02 03 03'.split()
   assert metrics['rollout/refilled_rows'] == refilled
   num_failed = sum({'x': 2, 'h': 1}.get(letter, 0) for letter in collected[0])
   valid = 1 - (num_failed - refilled) / 8
   assert metrics['rollout/valid_fraction'] == valid
+  if 'h' in collected[0]:
+    # `h` has the rewards 0.5 and none, and keeps the first; `v` has 0 and 1.
+    assert [t.reward for t in trajectories[:2]] == [0.5, 1.0]
   # What is collected again has the keys that it had.
   first = dict(zip(world.collected[0].split(), _pairs(world.keys[0])))
   for names, row_keys in zip(world.collected[1:], world.keys[1:], strict=True):
@@ -205,12 +200,6 @@ def test_failed_rows_are_collected_again(said, rounds, collected, refilled):
 def _pairs(row_keys):
   """Returns the keys of each group of two trajectories."""
   return list(zip(row_keys[::2], row_keys[1::2], strict=True))
-
-
-def test_a_refilled_group_keeps_the_rows_that_did_not_fail():
-  trajectories, _ = _collect_rows(_World('h=v=', 'v'), 0, refill_rounds=1)
-  # `h` has the rewards 0.5 and none; `v` has 0 and 1.
-  assert [t.reward for t in trajectories[:2]] == [0.5, 1.0]
 
 
 def test_a_lasting_outage_ends_the_step():

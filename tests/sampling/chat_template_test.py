@@ -10,12 +10,11 @@ _TOOLS = [{'type': 'function', 'function': {'name': 'say'}}]
 
 
 def _prompt(directory, family, *, template=None, given=(), **options):
-  """Returns the prompt of a short text, and its ids; `given` are the tools."""
+  """Returns the prompt of a short text; `given` are the tools."""
   families.save(family, directory, template=template)
   tokenizer = tokenizer_lib.Tokenizer.load(directory)
   tokenizer = tokenizer.with_prompts(chat_template.Options(**options))
-  ids = tokenizer.encode_prompt('hm', tools=given)
-  return tokenizer.decode(ids), ids.tolist()
+  return tokenizer.decode(tokenizer.encode_prompt('hm', tools=given))
 
 
 @pytest.mark.parametrize('family', ['Llama 3', 'OLMo 2', 'Gemma 2'])
@@ -23,56 +22,45 @@ def _prompt(directory, family, *, template=None, given=(), **options):
 def test_a_prompt_never_begins_twice(family, bos, count, tmp_path):
   start = families.FAMILIES[family].bos
   template = '{{ bos_token }}' + families.FAMILIES[family].template
-  text, _ = _prompt(tmp_path, family, template=template, bos=bos)
+  text = _prompt(tmp_path, family, template=template, bos=bos)
   assert text.count(start) == count and text.startswith(start) == bool(count)
 
 
-@pytest.mark.parametrize('bos', ['auto', 'off'])
-def test_the_tokenizer_begins_a_text_without_a_template(bos, tmp_path):
-  _, ids = _prompt(tmp_path, 'Llama 2, base', bos=bos)
-  whole = families.loaded(tmp_path).encode('hm')
-  assert ids == whole[bos == 'off' :]
+@pytest.mark.parametrize(
+  ('family', 'bos', 'begins'),
+  [
+    ('Llama 2, base', 'auto', True),
+    ('Llama 2, base', 'off', False),
+    # A template decides, or there is no bos token.
+    ('Llama 3', 'auto', False),
+    ('Gemma 2', 'auto', False),
+    ('Qwen3', 'auto', False),
+  ],
+)
+def test_the_tokenizer_begins_a_text_without_a_template(
+  family, bos, begins, tmp_path
+):
+  families.save(family, tmp_path)
   tokenizer = tokenizer_lib.Tokenizer.load(tmp_path)
   options = chat_template.Options(bos=bos)
-  begun = tokenizer.with_prompts(options).prompts.begun_by_tokenizer
-  assert begun == (bos == 'auto')
-
-
-@pytest.mark.parametrize('family', ['Llama 3', 'Gemma 2', 'Qwen3'])
-def test_what_a_template_begins_is_not_begun_by_the_tokenizer(family, tmp_path):
-  families.save(family, tmp_path)
-  prompts = tokenizer_lib.Tokenizer.load(tmp_path).prompts
-  assert not prompts.begun_by_tokenizer
-
-
-def test_a_prompt_does_not_depend_on_the_day(tmp_path):
-  template = (
-    '{% if strftime_now is defined %}'
-    "{{ strftime_now( '%Y-%m-%d' ) }}{% endif %}{{ messages[0].content }}"
-  )
-  text, _ = _prompt(tmp_path, 'Qwen3', template=template)
-  assert text == '2024-07-26hm'
+  prompts = tokenizer.with_prompts(options).prompts
+  assert prompts.begun_by_tokenizer == begins
 
 
 def test_a_template_that_hides_the_format_of_the_day_is_refused(tmp_path):
   for call in ('(f)', "('%d' ~ '%Y')", '(format="%Y")', ' (f)'):
-    template = (
-      "{% set f = '%Y' %}{{ strftime_now"
-      + call
-      + ' }}{{ messages[0].content }}'
-    )
-    with pytest.raises(
-      ValueError, match='fails .* calls strftime_now with an arg'
-    ):
+    clock = '{{ strftime_now' + call + ' }}'
+    template = "{% set f = '%Y' %}" + clock + '{{ messages[0].content }}'
+    with pytest.raises(ValueError, match='fails .* calls strftime_now with a'):
       _prompt(tmp_path, 'Qwen3', template=template)
 
 
 def test_the_template_describes_tools_unless_told_otherwise(tmp_path):
-  with_tools, _ = _prompt(tmp_path, 'Qwen3', given=_TOOLS)
+  with_tools = _prompt(tmp_path, 'Qwen3', given=_TOOLS)
   assert '# Tools{"type": "function", "function": {"name"' in with_tools
-  without, _ = _prompt(tmp_path, 'Qwen3')
+  without = _prompt(tmp_path, 'Qwen3')
   assert without != with_tools and with_tools.endswith(without)
-  off, _ = _prompt(tmp_path, 'Qwen3', given=_TOOLS, tools=False)
+  off = _prompt(tmp_path, 'Qwen3', given=_TOOLS, tools=False)
   assert off == without
 
 
@@ -83,7 +71,7 @@ def test_a_system_text_must_be_written(tmp_path):
     '{% endfor %}'
   )
   options = {'template': template, 'system': 'Be brief.'}
-  text, _ = _prompt(tmp_path, 'Qwen3', **options)
+  text = _prompt(tmp_path, 'Qwen3', **options)
   assert text == 'Be brief.hm'
   with pytest.raises(ValueError, match='leaves out the text of the system '):
     _prompt(tmp_path, 'Qwen3', given=_TOOLS, **options)

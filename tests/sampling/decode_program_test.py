@@ -5,6 +5,7 @@ other size, so that arrays can be told apart by their dimensions.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -16,10 +17,8 @@ import pytest
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.parallel import memory as memory_lib
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import sharding
 from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine_options
-from stppo_jax.sampling import lowering
 from stppo_jax.sampling import slot_calls
 from stppo_jax.sampling import slot_driver
 from stppo_jax.tools.plan import hlo
@@ -33,19 +32,14 @@ _MODEL = tiny.model(**_SHAPE, hidden_size=48, dtype='bfloat16')
 
 
 def _lowering(model, devices, tensor, **changes):
-  """Returns the engine of a model on some devices; no array is made."""
-  placement = tiny_engine.placement(devices, tensor)
-  weights = jax.eval_shape(model.init, jax.random.key(0))
-  return lowering.Lowering(
+  return tiny_engine.lowered(
     model,
-    placement=placement,
-    options=tiny_engine.options(
-      slots=_A, max_length=_J, page_size=_J, decode_chunk=5, **changes
-    ),
-    num_states=3,
-    trained=sharding.with_layout(
-      weights, sharding.param_shardings(weights, placement.training)
-    ),
+    tiny_engine.placement(devices, tensor),
+    slots=_A,
+    max_length=_J,
+    page_size=_J,
+    decode_chunk=5,
+    **changes,
   )
 
 
@@ -128,16 +122,12 @@ def test_on_gpus_a_chunk_has_no_branch_and_loops_of_known_length(monkeypatch):
 
 @pytest.mark.slow
 def test_chunks_without_branches_have_the_same_tokens(monkeypatch):
-  run = lambda engine, greedy: tiny_engine.run_dialogues(
-    engine, tiny_engine.prompts(6), tiny_engine.keys(6), greedy=greedy
-  )
-  expected = [run(tiny_engine.engine(), greedy) for greedy in (False, True)]
+  run = functools.partial(tiny_engine.dialogues, rows=6)
+  expected = [run(tiny_engine.engine(), greedy=x) for x in (False, True)]
   _like_on_a_gpu(monkeypatch)
   engine, _ = tiny_engine.new_engine(decode_chunk=4, page_size=40)
-  for greedy, dialogues in enumerate(expected):
-    found = run(engine, bool(greedy))
-    for row, dialogue in dialogues.items():
-      tiny_engine.assert_same(found[row], dialogue)
+  for greedy, dialogues in zip((False, True), expected):
+    tiny_engine.assert_all_same(run(engine, greedy=greedy), dialogues)
 
 
 class _Shapes:
@@ -159,7 +149,7 @@ class _Shapes:
     return state, None
 
 
-@pytest.mark.parametrize('slots', [512, 100, 7])
+@pytest.mark.parametrize('slots', [64, 100, 7])
 def test_batches_have_at_most_four_sizes(slots):
   shapes: Any = _Shapes()
   options: engine_options.EngineOptions = tiny_engine.options(

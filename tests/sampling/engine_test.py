@@ -9,21 +9,18 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.special
-import scipy.stats
 
 from stppo_jax.models import cache as cache_lib
-from stppo_jax.models import heads
 from stppo_jax.models import lora as lora_lib
 from stppo_jax.models.kernels import live_pages_gpu
-from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from tests.models import tiny
 from tests.sampling import tiny_engine
 
 _MAX_LENGTH = tiny_engine.MAX_LENGTH
 _ROWS = 10  # more than slots: three waves, or slots that are refilled
-_MODES = {'waves': True, 'refill': False}
+# In waves, or with slots that are refilled.
+_BOTH_MODES = pytest.mark.parametrize('deterministic', [True, False])
 
 
 def _logits(ids):
@@ -45,14 +42,10 @@ def _greedy_turn(ids, max_tokens):
   return turn
 
 
-def _dialogues(rows=_ROWS, *, seed=0, delays=None, group_size=1, **options):
+def _dialogues(*, delays=None, group_size=1, **options):
   engine = tiny_engine.engine(**options)
-  return tiny_engine.run_dialogues(
-    engine,
-    tiny_engine.prompts(rows // group_size),
-    tiny_engine.keys(rows, seed),
-    group_size=group_size,
-    delays=delays,
+  return tiny_engine.dialogues(
+    engine, _ROWS, group_size=group_size, delays=delays
   )
 
 
@@ -62,17 +55,12 @@ def _slow(options):
 
 
 @pytest.mark.parametrize(
-  'mode', [pytest.param('waves', marks=pytest.mark.slow), 'refill']
+  'deterministic', [pytest.param(True, marks=pytest.mark.slow), False]
 )
-def test_greedy_dialogues_equal_repeated_whole_passes(mode):
+def test_greedy_dialogues_equal_repeated_whole_passes(deterministic):
   # An observation only sees the end of the turn if that is in the cache.
-  dialogues = tiny_engine.run_dialogues(
-    tiny_engine.engine(deterministic=_MODES[mode]),
-    tiny_engine.prompts(_ROWS),
-    tiny_engine.keys(_ROWS),
-    greedy=True,
-    delays=1,
-  )
+  engine = tiny_engine.engine(deterministic=deterministic)
+  dialogues = tiny_engine.dialogues(engine, _ROWS, greedy=True, delays=1)
   assert dialogues.keys() == set(range(_ROWS))
   ends = set()
   for dialogue in dialogues.values():
@@ -84,55 +72,17 @@ def test_greedy_dialogues_equal_repeated_whole_passes(mode):
   assert {len(d.spans) for d in dialogues.values()} == {1, 2, 3}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('top_k', [0, 3])
-def test_reported_logprobs_equal_the_trainer_s(top_k):
-  dialogues = _dialogues(top_k=top_k)
-  packed_BL = np.zeros((_ROWS, _MAX_LENGTH), np.int32)
-  for row, dialogue in dialogues.items():
-    packed_BL[row, : len(dialogue.tokens)] = dialogue.tokens
-  hidden_BLD = tiny.hidden(tiny_engine.MODEL)(tiny_engine.PARAMS, packed_BL)
-  trained_BL, _ = heads.token_logprobs_and_entropy(
-    hidden_BLD,
-    tiny_engine.PARAMS['lm_head'],
-    packed_BL,
-    temperature=tiny_engine.TEMPERATURE,
-  )
-  # The truncated ones by hand, from the mass of the most probable tokens.
-  logits_BLV = np.asarray(hidden_BLD) @ tiny_engine.PARAMS['lm_head'].T
-  probs_BLV = scipy.special.softmax(logits_BLV / tiny_engine.TEMPERATURE, -1)
-  mass_BL = np.sort(probs_BLV, axis=-1)[..., -top_k:].sum(-1)
-  truncated_BL = np.array(trained_BL)
-  truncated_BL[:, 1:] -= np.log(mass_BL[:, :-1])
-  for row, dialogue in dialogues.items():
-    for start, end in dialogue.spans:
-      np.testing.assert_allclose(
-        dialogue.logprobs[start:end], trained_BL[row, start:end], atol=1e-5
-      )
-      np.testing.assert_allclose(
-        dialogue.truncated_logprobs[start:end],
-        truncated_BL[row, start:end],
-        atol=1e-5,
-      )
-
-
-@pytest.mark.parametrize('mode', _MODES)
-def test_the_tokens_of_a_row_do_not_depend_on_other_rows(mode):
-  together = _dialogues(deterministic=_MODES[mode])
+@_BOTH_MODES
+def test_the_tokens_of_a_row_do_not_depend_on_other_rows(deterministic):
+  together = _dialogues(deterministic=deterministic)
   assert len({tuple(d.tokens) for d in together.values()}) == _ROWS
   # Now alone, while the other slots hold what is left from before.
+  engine = tiny_engine.engine(deterministic=deterministic)
   for row in (2, 8):
-    prompts = [
-      prompt if n == row else None
-      for n, prompt in enumerate(tiny_engine.prompts(_ROWS))
-    ]
-    alone = tiny_engine.run_dialogues(
-      tiny_engine.engine(deterministic=_MODES[mode]),
-      prompts,
-      tiny_engine.keys(_ROWS),
-    )
-    assert alone.keys() == {row}
-    tiny_engine.assert_same(alone[row], together[row])
+    prompts = [None] * _ROWS
+    prompts[row] = tiny_engine.prompts(_ROWS)[row]
+    alone = tiny_engine.run_dialogues(engine, prompts, tiny_engine.keys(_ROWS))
+    tiny_engine.assert_all_same(alone, {row: together[row]})
 
 
 @pytest.mark.parametrize(
@@ -181,40 +131,17 @@ def test_the_bits_do_not_depend_on_when_observations_arrive(options):
 def test_other_shapes_generate_the_same_tokens(options):
   expected = _dialogues()
   for delays in (None, 1):
-    dialogues = _dialogues(delays=delays, **options)
-    for row in range(_ROWS):
-      tiny_engine.assert_same(dialogues[row], expected[row])
-
-
-@pytest.mark.slow
-def test_slots_and_weights_may_be_sharded_over_devices():
-  expected = _dialogues(8)
-  # Trained weights arrive sharded over the mesh; the engine gathers them.
-  mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
-  layout = sharding.param_shardings(tiny_engine.PARAMS, mesh)
-  assert not layout['lm_head'].is_fully_replicated
-  wide, (driver,) = tiny_engine.engine_and_drivers(devices=8, slots=8)
-  wide.publish(jax.device_put(tiny_engine.PARAMS, layout), 0)
-  who = [5, 2, 6, 0, 7, 1, 4, 3]
-  moved = tiny_engine.run_dialogues(
-    wide,
-    [tiny_engine.prompts(8)[n] for n in who],
-    tiny_engine.keys(8)[jnp.array(who)],
-    who=who,
-  )
-  assert driver.programs.lengths_per_device == (1,)
-  for row, n in enumerate(who):
-    tiny_engine.assert_same(moved[row], expected[n])
+    found = _dialogues(delays=delays, **options)
+    tiny_engine.assert_all_same(found, expected)
 
 
 # The kernel for TPU, and that for GPU.
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('name', 'interpreted'),
   [
-    pytest.param(
-      'splash', pltpu.force_tpu_interpret_mode, marks=pytest.mark.slow
-    ),
-    pytest.param('cudnn', contextlib.nullcontext, marks=pytest.mark.slow),
+    ('splash', pltpu.force_tpu_interpret_mode),
+    ('cudnn', contextlib.nullcontext),
   ],
 )
 def test_a_kernel_that_reads_live_pages_generates_the_same_tokens(
@@ -224,50 +151,32 @@ def test_a_kernel_that_reads_live_pages_generates_the_same_tokens(
   monkeypatch.setattr(live_pages_gpu, 'attend', without_gpu)
   found = []
   for attention in ('xla', name):
-    made, _ = tiny_engine.new_engine(
+    engine, _ = tiny_engine.new_engine(
       model=tiny.model(head_dim=128, attention=attention),
       page_size=128,
       deterministic=False,
     )
     with interpreted():
-      found.append(
-        tiny_engine.run_dialogues(
-          made, tiny_engine.prompts(5), tiny_engine.keys(10), group_size=2
-        )
-      )
-  for row, dialogue in found[1].items():
-    tiny_engine.assert_same(dialogue, found[0][row])
+      found.append(tiny_engine.dialogues(engine, 10, group_size=2))
+  tiny_engine.assert_all_same(*found)
 
 
 # As many heads of keys as devices, and half as many: then slots are cut.
-@pytest.mark.parametrize('mode', _MODES)
+@pytest.mark.slow
+@_BOTH_MODES
 @pytest.mark.parametrize(
   ('devices', 'tensor', 'cache'),
-  [
-    pytest.param(2, 2, (16, 1), marks=pytest.mark.slow),
-    pytest.param(4, 4, (4, 2), marks=pytest.mark.slow),
-    pytest.param(8, 2, (4, 1), marks=pytest.mark.slow),
-  ],
+  [(2, 2, (16, 1)), (4, 4, (4, 2)), (8, 2, (4, 1))],
 )
-def test_layers_may_be_cut_over_devices(devices, tensor, cache, mode):
+def test_layers_may_be_cut_over_devices(devices, tensor, cache, deterministic):
   model = tiny.model(num_heads=4, num_kv_heads=2, vocab_size=12)
-  dialogues, programs = [], []
-  for place in ((1, 1), (devices, tensor)):
-    engine, (driver,) = tiny_engine.new_engine(
-      place[0],
-      tensor=place[1],
-      model=model,
-      slots=8,
-      deterministic=_MODES[mode],
-    )
-    dialogues.append(
-      tiny_engine.run_dialogues(
-        engine, tiny_engine.prompts(8), tiny_engine.keys(8)
-      )
-    )
+  options = {'model': model, 'slots': 8, 'deterministic': deterministic}
+  found, programs = [], []
+  for place in ({}, {'devices': devices, 'tensor': tensor}):
+    engine, (driver,) = tiny_engine.new_engine(**place, **options)
+    found.append(tiny_engine.dialogues(engine, 8))
     programs.append(driver.programs)
-  for row, expected in dialogues[0].items():
-    tiny_engine.assert_same(dialogues[1][row], expected)
+  tiny_engine.assert_all_same(*found)
   whole, cut = programs
   assert whole.keys_per_device[:2] == (16, 2)  # two pages a slot
   assert cut.keys_per_device[:2] == cache
@@ -287,48 +196,41 @@ def test_layers_may_be_cut_over_devices(devices, tensor, cache, mode):
     pytest.param(2, 4, 4, marks=pytest.mark.slow),
   ],
 )
-@pytest.mark.parametrize('mode', _MODES)
+@_BOTH_MODES
 def test_a_group_writes_what_separate_rows_would(
-  devices, slots, group_size, mode
+  devices, slots, group_size, deterministic
 ):
-  rows, absent = 24, 1
+  rows, absent = 12, 1
   alone = tiny_engine.prompts(rows // group_size)
   if len(alone) > 2:
     alone[absent] = None  # its rows are left out, such as for a long prompt
   each = [prompt for prompt in alone for _ in range(group_size)]
-  expected = tiny_engine.run_dialogues(
-    tiny_engine.engine(), each, tiny_engine.keys(rows)
-  )
+  keys = tiny_engine.keys(rows)
+  expected = tiny_engine.run_dialogues(tiny_engine.engine(), each, keys)
   engine = tiny_engine.engine(
-    devices=devices, slots=slots, deterministic=_MODES[mode]
+    devices=devices, slots=slots, deterministic=deterministic
   )
   for delays in range(2):
     grouped = tiny_engine.run_dialogues(
-      engine,
-      alone,
-      tiny_engine.keys(rows),
-      group_size=group_size,
-      delays=delays,
+      engine, alone, keys, group_size=group_size, delays=delays
     )
-    assert grouped.keys() == expected.keys()
-    for row, dialogue in grouped.items():
-      tiny_engine.assert_same(dialogue, expected[row])
+    tiny_engine.assert_all_same(grouped, expected)
   # Rows of a group have a prompt in common, but keys of their own.
   different = {tuple(dialogue.tokens) for dialogue in expected.values()}
   assert len(different) > len(alone)
 
 
-@pytest.mark.parametrize('mode', _MODES)
-def test_waves_wait_for_the_last_row_and_refilling_does_not(mode):
-  engine = tiny_engine.engine(deterministic=_MODES[mode])
-  _begin(engine, tiny_engine.prompts(8), keys=8, max_turn_tokens=3)
+@_BOTH_MODES
+def test_waves_wait_for_the_last_row_and_refilling_does_not(deterministic):
+  engine = tiny_engine.engine(deterministic=deterministic)
+  tiny_engine.begin(engine, tiny_engine.prompts(8), max_turn_tokens=3)
   ended = set()
   while engine.busy:
     for row in engine.poll():
       ended.add(row)
       if row != 0:  # the observation of row 0 does not arrive
         engine.close(row)
-  assert ended == set(range(4 if mode == 'waves' else 8))
+  assert ended == set(range(4 if deterministic else 8))
   engine.close(0)
   while engine.busy:
     for row in engine.poll():
@@ -342,7 +244,7 @@ def test_rows_that_come_later_do_not_overtake():
     batch_rows=1, lookahead=0, deterministic=False
   )
   prompts = [tiny_engine.ids(n, 20 if n == 0 else 3) for n in range(12)]
-  _begin(engine, prompts, keys=12, max_turn_tokens=6)
+  tiny_engine.begin(engine, prompts, max_turn_tokens=6)
   ended = []
   while engine.busy:
     for row in engine.poll():
@@ -357,11 +259,10 @@ def test_rows_that_come_later_do_not_overtake():
 def test_a_prompt_is_copied_before_its_slot_is_given_away():
   prompts = tiny_engine.prompts(4)
   engine = tiny_engine.engine(deterministic=False)
-  options = {'keys': 8, 'group_size': 2, 'max_turn_tokens': 3}
 
   def first_turns(order):
     """Returns the first turn of each row; `order` says when rows are closed."""
-    _begin(engine, prompts, **options)
+    tiny_engine.begin(engine, prompts, group_size=2, max_turn_tokens=3)
     turns = tiny_engine.first_turns(engine, order)
     return {row: turn.token_ids.tolist() for row, turn in turns.items()}
 
@@ -371,26 +272,14 @@ def test_a_prompt_is_copied_before_its_slot_is_given_away():
   assert first_turns([(1,), (0, 4), (2,)]) == expected
 
 
-def test_other_keys_sample_other_tokens():
-  one = _dialogues()
-  assert _dialogues() == one
-  other = _dialogues(seed=1)
-  assert all(other[row].tokens != one[row].tokens for row in one)
-
-
-@pytest.mark.parametrize('mode', _MODES)
-def test_turns_end_at_a_stop_or_at_their_budget(mode):
-  engine = tiny_engine.engine(deterministic=_MODES[mode])
+@_BOTH_MODES
+def test_turns_end_at_a_stop_or_at_their_budget(deterministic):
+  engine = tiny_engine.engine(deterministic=deterministic)
   lengths = [2, _MAX_LENGTH - 2, _MAX_LENGTH - 1, 9]
   reached = set()
+  prompts = [tiny_engine.ids(n, length) for n, length in enumerate(lengths)]
   for max_tokens in (5, 1, 7):
-    engine.begin(
-      [tiny_engine.ids(n, length) for n, length in enumerate(lengths)],
-      tiny_engine.keys(4, seed=3),
-      group_size=1,
-      max_turn_tokens=max_tokens,
-      greedy=False,
-    )
+    tiny_engine.begin(engine, prompts, max_turn_tokens=max_tokens)
     ended = {}
     while engine.busy:
       ended |= engine.poll()
@@ -410,56 +299,40 @@ def test_turns_end_at_a_stop_or_at_their_budget(mode):
   assert {(True, False), (False, True)} <= reached
 
 
-def _begin(engine, prompts, keys=4, **options):
-  """Begins a collection with options of `begin`."""
-  options = {'group_size': 1, 'max_turn_tokens': 5, 'greedy': False} | options
-  engine.begin(prompts, tiny_engine.keys(keys), **options)
-
-
 def test_a_group_must_fill_the_slots_of_a_lane():
   # Otherwise it would wait for slots that are never free together.
   for group_size in (3, 8):
     with pytest.raises(ValueError, match=f'^{group_size} must divide the 4 '):
-      _begin(
-        tiny_engine.engine(slots=4),
-        tiny_engine.prompts(1),
-        keys=group_size,
-        group_size=group_size,
-      )
+      engine = tiny_engine.engine(slots=4)
+      tiny_engine.begin(engine, tiny_engine.prompts(1), group_size=group_size)
 
 
-@pytest.mark.parametrize('mode', _MODES)
-def test_a_new_collection_drops_the_last_one(mode):
-  engine = tiny_engine.engine(deterministic=_MODES[mode], lookahead=2)
-  expected = _dialogues(deterministic=_MODES[mode], lookahead=2)
+@_BOTH_MODES
+def test_a_new_collection_drops_the_last_one(deterministic):
+  engine = tiny_engine.engine(deterministic=deterministic, lookahead=2)
+  expected = _dialogues(deterministic=deterministic, lookahead=2)
   for polls in (2, 5):
-    _begin(engine, tiny_engine.prompts(9), keys=9)
+    tiny_engine.begin(engine, tiny_engine.prompts(9))
     for n in range(polls):
       for row, _ in engine.poll().items():
         if n % 2:
           engine.resume(row, tiny_engine.ids(row, 3))
         else:
           engine.close(row)
-    again = _dialogues(deterministic=_MODES[mode], lookahead=2)
+    again = _dialogues(deterministic=deterministic, lookahead=2)
     assert again == expected
-  engine.begin(
-    [], tiny_engine.keys(0), group_size=1, max_turn_tokens=1, greedy=0
-  )
+  tiny_engine.begin(engine, [])
   assert not engine.busy and not engine.poll()
 
 
 @pytest.mark.slow
 def test_a_cache_of_8_bits_moves_log_probabilities_a_little():
-  dialogues = []
-  for cache in ('model', 'int8'):
-    model = tiny.model(cache=cache)
-    engine, _ = tiny_engine.new_engine(model=model)
-    dialogues.append(
-      tiny_engine.run_dialogues(
-        engine, tiny_engine.prompts(8), tiny_engine.keys(8)
-      )
+  exact, rounded = (
+    tiny_engine.dialogues(
+      tiny_engine.new_engine(model=tiny.model(cache=cache))[0], 8
     )
-  exact, rounded = dialogues
+    for cache in ('model', 'int8')
+  )
   # Rows with equal tokens can be compared: nearly all.
   same = [n for n in exact if exact[n].tokens == rounded[n].tokens]
   assert len(same) >= 6
@@ -470,51 +343,34 @@ def test_a_cache_of_8_bits_moves_log_probabilities_a_little():
 
 
 @pytest.mark.slow
-def test_only_adapters_are_published_beside_a_base():
+def test_a_base_is_published_beside_adapters_once():
   lora = lora_lib.Lora(rank=2, alpha=8.0, targets='(q|down)_proj$')
   model = dataclasses.replace(tiny_engine.MODEL, lora=lora)
-  drawn = model.init_adapters(jax.random.key(0))
-  adapters = [
-    jax.tree.map(
-      lambda x, n=n: jax.random.normal(jax.random.key(n), x.shape), drawn
-    )
-    for n in range(2)
-  ]
-  base = jax.tree.map(jnp.asarray, tiny_engine.PARAMS)
+  adapters = model.init_adapters(jax.random.key(0))
   engine, (driver,) = tiny_engine.new_engine(model=model)
-  kernels = []
-  for number, trained in enumerate(adapters):
-    engine.publish(trained, number, base=base)
-    weights = driver.programs.weights.params
-    kernels.append(weights['layers'][0]['o_proj']['kernel'])
-    merged = tiny_engine.engine()
-    merged.publish(model.merge_adapters(lora_lib.join(base, trained)), number)
-    found, expected = (
-      tiny_engine.run_dialogues(
-        x, tiny_engine.prompts(4), tiny_engine.keys(4), greedy=True
-      )
-      for x in (engine, merged)
-    )
-    for row in expected:
-      tiny_engine.assert_same(found[row], expected[row])
-  assert kernels[0] is kernels[1]  # the base has not moved
-  other = jax.tree.map(jnp.copy, base)
-  engine.publish(adapters[0], 2, base=other)
-  kernel = driver.programs.weights.params['layers'][0]['o_proj']['kernel']
-  assert kernel is not kernels[0]
+
+  def kernel(base):
+    engine.publish(adapters, 1, base=base)
+    return driver.programs.weights.params['layers'][0]['o_proj']['kernel']
+
+  base = jax.tree.map(jnp.asarray, tiny_engine.PARAMS)
+  first = kernel(base)
+  assert kernel(base) is first  # it has not moved
+  assert kernel(jax.tree.map(jnp.copy, base)) is not first
 
 
 def test_publishing_copies_the_weights():
   whole = sharding.replicated(tiny_engine.placement().mesh)
+  # The update donates its buffers: they are overwritten or gone.
+  update = jax.jit(
+    lambda params: jax.tree.map(lambda x: x - 7, params), donate_argnums=0
+  )
   engine = tiny_engine.engine()
   results = []
   for seed in (0, 1):
     training = jax.device_put(tiny.params(tiny_engine.MODEL, seed), whole)
     engine.publish(training, 7 + seed)
-    # The update donates its buffers: they are overwritten or gone.
-    jax.jit(lambda p: jax.tree.map(lambda x: x - 7, p), donate_argnums=0)(
-      training
-    )
+    update(training)
     jax.tree.map(lambda x: x.delete(), training)
     results.append(_dialogues())
   engine.publish(tiny_engine.PARAMS, 0)
@@ -522,11 +378,12 @@ def test_publishing_copies_the_weights():
   assert all(results[0][n].tokens != results[1][n].tokens for n in results[0])
 
 
-@pytest.mark.parametrize('mode', _MODES)
-def test_a_released_engine_holds_nothing_and_then_repeats_its_bits(mode):
-  engine, (driver,) = tiny_engine.new_engine(deterministic=_MODES[mode])
-  rows = tiny_engine.prompts(_ROWS), tiny_engine.keys(_ROWS)
-  first = tiny_engine.run_dialogues(engine, *rows)
+@_BOTH_MODES
+def test_a_released_engine_holds_nothing_and_then_repeats_its_bits(
+  deterministic,
+):
+  engine, (driver,) = tiny_engine.new_engine(deterministic=deterministic)
+  first = tiny_engine.dialogues(engine, _ROWS)
   weights = sum(
     x.nbytes for x in jax.tree.leaves(driver.programs.weights.params)
   )
@@ -538,7 +395,7 @@ def test_a_released_engine_holds_nothing_and_then_repeats_its_bits(mode):
   engine.release()
   assert held - _live() >= weights + cache
   engine.publish(tiny_engine.PARAMS, 1)
-  assert tiny_engine.run_dialogues(engine, *rows) == first
+  assert tiny_engine.dialogues(engine, _ROWS) == first
 
 
 def _live():

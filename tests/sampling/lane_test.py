@@ -13,16 +13,6 @@ from stppo_jax.sampling import slot_programs
 from tests.sampling import tiny_engine
 
 
-def _begin(engine, prompts, *, group_size=1, max_turn_tokens=1):
-  engine.begin(
-    prompts,
-    tiny_engine.keys(len(prompts) * group_size),
-    group_size=group_size,
-    max_turn_tokens=max_turn_tokens,
-    greedy=False,
-  )
-
-
 @pytest.mark.parametrize('lanes', [1, 2])  # without threads, and with two
 def test_errors_of_lanes_are_raised_by_poll_and_by_begin(lanes):
   engine, drivers = tiny_engine.new_engine(
@@ -31,7 +21,8 @@ def test_errors_of_lanes_are_raised_by_poll_and_by_begin(lanes):
 
   for driver in drivers:
     driver.programs.broken = True
-  _begin(engine, tiny_engine.prompts(lanes))  # a row in each lane
+  # A row in each lane.
+  tiny_engine.begin(engine, tiny_engine.prompts(lanes), max_turn_tokens=1)
   for _ in range(2):
     with pytest.raises(RuntimeError, match='the device is gone'):
       while engine.busy:
@@ -40,14 +31,11 @@ def test_errors_of_lanes_are_raised_by_poll_and_by_begin(lanes):
   # thread may begin its call only now.
   for _ in range(lanes):
     with pytest.raises(RuntimeError, match='the device is gone'):
-      _begin(engine, tiny_engine.prompts(1))
+      tiny_engine.begin(engine, tiny_engine.prompts(1), max_turn_tokens=1)
   for driver in drivers:
     driver.programs.broken = False
-  prompts, keys = tiny_engine.prompts(4), tiny_engine.keys(4)
-  expected = tiny_engine.run_dialogues(tiny_engine.engine(), prompts, keys)
-  again = tiny_engine.run_dialogues(engine, prompts, keys)
-  for row, dialogue in again.items():
-    tiny_engine.assert_same(dialogue, expected[row])
+  expected = tiny_engine.dialogues(tiny_engine.engine(), 4)
+  tiny_engine.assert_all_same(tiny_engine.dialogues(engine, 4), expected)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +53,9 @@ def test_rows_go_to_the_lane_that_has_the_prompt_of_their_group(
   order, computed
 ):
   engine, drivers = tiny_engine.engine_and_drivers(lanes=2, deterministic=False)
-  _begin(engine, tiny_engine.prompts(4), group_size=2, max_turn_tokens=3)
+  tiny_engine.begin(
+    engine, tiny_engine.prompts(4), group_size=2, max_turn_tokens=3
+  )
   turns = tiny_engine.first_turns(engine, order)
   assert turns.keys() == set(range(8))
   assert len(_computed_prompts(drivers)) == computed

@@ -2,8 +2,6 @@
 
 import functools
 
-from hypothesis import given
-from hypothesis import strategies as st
 import jax
 import numpy as np
 import pytest
@@ -55,18 +53,6 @@ def _truncated(logits_SV):
   ]
 
 
-def _kept(logits_SV, options):
-  """Returns the tokens of each row that the sampler's truncation leaves."""
-  # Always as many rows, so that truncation is compiled once.
-  padded_SV = np.resize(logits_SV, (_ROWS, _V))
-  left_SV = _truncated(padded_SV)[_OPTIONS.index(options)]
-  left_SV = np.asarray(left_SV)[: len(logits_SV)]
-  kept_SV = np.isfinite(left_SV)
-  np.testing.assert_array_equal(left_SV[kept_SV], logits_SV[kept_SV])
-  assert (left_SV[~kept_SV] == -np.inf).all()
-  return [set(np.flatnonzero(kept_V).tolist()) for kept_V in kept_SV]
-
-
 _OPTIONS = [
   {},
   {'top_k': 1},
@@ -87,22 +73,24 @@ _OPTIONS = [
 
 @pytest.mark.parametrize('options', _OPTIONS, ids=str)
 def test_truncation_equals_loops(options):
-  logits_SV = np.random.default_rng(0).normal(0, 1.5, (_ROWS, _V))
-  logits_SV = logits_SV.astype(np.float32)
-  kept = _kept(logits_SV, options)
-  assert kept == [_left(logits_V, **options) for logits_V in logits_SV]
+  rng = np.random.default_rng(0)
+  # In the second half, logits are often equal.
+  logits_SV = np.concatenate(
+    [
+      rng.normal(0, 1.5, (_ROWS // 2, _V)),
+      rng.integers(-4, 5, (_ROWS // 2, _V)) / 2,
+    ]
+  ).astype(np.float32)
+  left_SV = np.asarray(_truncated(logits_SV)[_OPTIONS.index(options)])
+  kept_SV = np.isfinite(left_SV)
+  np.testing.assert_array_equal(left_SV[kept_SV], logits_SV[kept_SV])
+  assert (left_SV[~kept_SV] == -np.inf).all()
+  kept = [set(np.flatnonzero(kept_V).tolist()) for kept_V in kept_SV]
+  assert kept == [
+    _left(np.float64(logits_V), **options) for logits_V in logits_SV
+  ]
   if options.get('top_k') == 1 or options.get('min_p') == 1:
-    assert all(len(left) == 1 for left in kept)
-
-
-@given(
-  st.lists(st.integers(-8, 8), min_size=_V, max_size=_V),
-  st.sampled_from(_OPTIONS),
-)
-def test_truncation_equals_loops_on_any_logits(logits, options):
-  logits_SV = np.array([logits], np.float32)
-  (kept,) = _kept(logits_SV, options)
-  assert kept == _left(np.float64(logits), **options)
+    assert all(len(left) == 1 for left in kept[: _ROWS // 2])
 
 
 _TRUNCATED = [
@@ -241,10 +229,6 @@ def test_a_sample_depends_on_key_and_position_only():
   moved = _sample(sampling, False, *(x[order] for x in rows))
   for x_S, moved_S in zip(sampled, moved):
     np.testing.assert_array_equal(x_S[order], moved_S)
-  # The size of the batch does not matter either.
-  draw = jax.jit(functools.partial(_draw, sampling, False))
-  few = draw(*(x[:8] for x in rows))
-  np.testing.assert_array_equal(few.tokens_S, sampled.tokens_S[:8])
 
 
 def test_greedy_takes_the_first_of_equal_tokens_and_an_id_among_nans():

@@ -43,13 +43,6 @@ def test_each_row_generates_its_own_script():
     engine.remaining(2)
 
 
-def test_a_group_shares_its_prompt():
-  scripts = [[_ids(row)] for row in range(4)]
-  engine = _begin(scripts, [None, _ids(7, 7, 7)], max_length=8, group_size=2)
-  assert [engine.remaining(row) for row in (2, 3)] == [5, 5]
-  assert _poll(engine) == {2: [2], 3: [3]}
-
-
 def test_turns_are_cut_to_the_room_and_empty_after_the_script():
   engine = _begin([[_ids(1, 2, 3)]], [_ids(9, 9)], max_length=4)
   (turn,) = engine.poll().values()

@@ -63,13 +63,9 @@ def test_programs_for_other_hosts_change_nothing(deterministic, sizes, pages):
     make_driver=make_driver,
   )
   engine.publish(tiny_engine.PARAMS, 0)
-  prompts, keys = tiny_engine.prompts(3), tiny_engine.keys(6)
-  run = functools.partial(
-    tiny_engine.run_dialogues, prompts=prompts, row_keys=keys, group_size=2
-  )
+  run = functools.partial(tiny_engine.dialogues, rows=6, group_size=2)
   expected = run(tiny_engine.engine())
-  for row, dialogue in run(engine, delays=0).items():
-    tiny_engine.assert_same(dialogue, expected[row])
+  tiny_engine.assert_all_same(run(engine, delays=0), expected)
   engine.finish()
   programs = ('extend', 'copy', 'decode')
   assert set(other.called) == {*programs, 'waits', 'done'}

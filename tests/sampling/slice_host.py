@@ -90,9 +90,7 @@ def _compare(hosts: hosts_lib.Hosts, interrupt, tensor, options) -> None:
     dialogues = [run(together, delays=delays) for _ in range(1 + hosts.index)]
     together.finish()
     for found in dialogues:
-      assert found.keys() == expected.keys()
-      for row, dialogue in found.items():
-        tiny_engine.assert_same(dialogue, expected[row])
+      tiny_engine.assert_all_same(found, expected)
     bits += [[x.logprobs for x in found.values()] for found in dialogues]
   if options['deterministic']:
     for other in bits[1:]:

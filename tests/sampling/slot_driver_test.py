@@ -49,16 +49,6 @@ def _driver(**changes):
   return _Driver(programs, options), programs
 
 
-def _dialogues(engine, rows, seed, group_size, delays):
-  return tiny_engine.run_dialogues(
-    engine,
-    tiny_engine.prompts(rows // group_size),
-    tiny_engine.keys(rows, seed),
-    group_size=group_size,
-    delays=delays,
-  )
-
-
 def _calls(driver, name):
   """Returns the recorded calls of a program, with numpy arrays."""
   return jax.tree.map(np.asarray, driver.programs.calls[name])
@@ -83,7 +73,8 @@ def test_nothing_is_compiled_after_the_warm_up(devices):
     engines.append(engine)
     drivers.append(driver)
     for group_size in (1, 2):
-      _dialogues(engine, 24, group_size, group_size, group_size)
+      options = {'group_size': group_size, 'delays': group_size}
+      tiny_engine.dialogues(engine, 24, seed=group_size, **options)
   compiled = [dict(driver.programs.compiled) for driver in drivers]
   refilling, waiting = compiled
   # One for each size of a batch: two slots of each device, or one.
@@ -94,7 +85,8 @@ def test_nothing_is_compiled_after_the_warm_up(devices):
   for engine, driver in zip(engines, drivers):
     driver.programs.forget_calls()
     for seed in range(2, 6):
-      _dialogues(engine, 12 + 2 * seed, seed, 1 + seed % 2, seed)
+      options = {'group_size': 1 + seed % 2, 'delays': seed}
+      tiny_engine.dialogues(engine, 12 + 2 * seed, seed=seed, **options)
     assert len(driver.programs.calls['decode']) >= 50
   assert [driver.programs.compiled for driver in drivers] == compiled
 
@@ -107,7 +99,7 @@ def test_programs_run_on_the_active_slots_only(devices):
   engine, (driver,) = tiny_engine.engine_and_drivers(
     deterministic=False, devices=devices, slots=slots
   )
-  _dialogues(engine, 12, 0, 1, 3)
+  tiny_engine.dialogues(engine, 12, delays=3)
   sizes = set()
   for slots_A, key_data_A2, *_ in _calls(driver, 'decode'):
     sizes.add(len(key_data_A2))
@@ -159,13 +151,7 @@ def test_a_wave_computes_each_prompt_once_on_a_device(
     devices=devices, slots=slots
   )
   prompts = tiny_engine.prompts(slots // group_size)
-  engine.begin(
-    prompts,
-    tiny_engine.keys(slots),
-    group_size=group_size,
-    max_turn_tokens=3,
-    greedy=False,
-  )
+  tiny_engine.begin(engine, prompts, group_size=group_size, max_turn_tokens=3)
   engine.poll()
   batches = [batch for _, batch, _ in _calls(driver, 'extend')]
   longest = max(map(len, prompts))
@@ -184,7 +170,7 @@ def test_a_prompt_is_computed_if_no_row_has_it(slots, group_size, delays):
     slots=slots, deterministic=False
   )
   rows = 24
-  _dialogues(engine, rows, 0, group_size, delays)
+  tiny_engine.dialogues(engine, rows, group_size=group_size, delays=delays)
   computed = sum(
     batch.starts_A.sum() for _, batch, _ in _calls(driver, 'extend')
   )
@@ -193,32 +179,31 @@ def test_a_prompt_is_computed_if_no_row_has_it(slots, group_size, delays):
   assert computed >= rows // group_size and copied >= rows // group_size
 
 
-def _pages(slot):
-  """Returns the two pages of a slot, if none is shared."""
-  return 2 * slot, 2 * slot + 1
+# The two pages of each slot, if none is shared.
+_PAGES = {slot: (2 * slot, 2 * slot + 1) for slot in range(4)}
 
 
 def _append(slot, ids, length, budget):
-  return slot_calls.Append(ids, length, budget, _pages(slot))
+  return slot_calls.Append(ids, length, budget, _PAGES[slot])
 
 
-def _turns(driver, slots):
-  """Returns the turns of slots, all of them sampled with the same key."""
-  turns = {slot: [] for slot in slots}
+def _decodes(pages):
+  """Returns what slots with these pages decode, all with the same key."""
+  key = np.zeros(2, np.uint32)
+  return {slot: slot_calls.Decode(key, 40, own) for slot, own in pages.items()}
+
+
+def _turns(driver, pages):
+  """Returns the turns of slots with these pages."""
+  turns = {slot: [] for slot in pages}
   while True:
     placed, chunk = driver.decode(
-      {
-        slot: slot_calls.Decode(np.zeros(2, np.uint32), 40, _pages(slot))
-        for slot in slots
-      },
-      greedy=False,
-      enough=len(slots),
+      _decodes(pages), greedy=False, enough=len(pages)
     )
-    for place, slot in enumerate(placed):
-      count = chunk.counts_A[place]
-      if slot is not None:
-        turns[slot] += chunk.tokens_AC[place, :count].tolist()
-    if all(chunk.ended_A[n] for n, s in enumerate(placed) if s is not None):
+    places = [(n, slot) for n, slot in enumerate(placed) if slot is not None]
+    for n, slot in places:
+      turns[slot] += chunk.tokens_AC[n, : chunk.counts_A[n]].tolist()
+    if all(chunk.ended_A[n] for n, _ in places):
       return turns
 
 
@@ -226,7 +211,7 @@ def test_a_slot_can_begin_with_the_prompt_of_another():
   driver, _ = _driver()
   prompts = [tiny_engine.ids(n, 3 + 8 * n) for n in range(4)]  # up to 27
   driver.append({n: _append(n, ids, 0, 6) for n, ids in enumerate(prompts)})
-  expected = _turns(driver, range(4))
+  expected = _turns(driver, _PAGES)
   assert len({tuple(turn) for turn in expected.values()}) == 4
   # The sources have gone on. One prompt has a full page, which is shared.
   driver.append({1: _append(1, tiny_engine.ids(9, 7), 17, 3)})
@@ -234,35 +219,16 @@ def test_a_slot_can_begin_with_the_prompt_of_another():
     source, len(prompts[source]), 6, pages
   )
   driver.copy({0: copy(1, (2, 0)), 2: copy(3, (7, 5))})
-  shared = {0: (0, 1), 2: (6, 5)}
-  writes = {
-    slot: slot_calls.Decode(np.zeros(2, np.uint32), 40, pages)
-    for slot, pages in shared.items()
-  }
-  turns = {0: [], 2: []}
-  for _ in range(2):
-    placed, chunk = driver.decode(writes, greedy=False, enough=2)
-    for place, slot in enumerate(placed):
-      turns[slot] += chunk.tokens_AC[place, : chunk.counts_A[place]].tolist()
+  turns = _turns(driver, {0: (0, 1), 2: (6, 5)})
   assert turns == {0: expected[1], 2: expected[3]}
 
 
-def test_a_slot_that_starts_anew_has_nothing_left_of_its_last_row():
-  driver, _ = _driver()
-  prompt = tiny_engine.ids(5, 6)
-  driver.append({0: _append(0, prompt, 0, 6)})
-  (expected,) = _turns(driver, [0]).values()
-  driver.append({n: _append(n, tiny_engine.ids(n, 30), 0, 9) for n in (0, 1)})
-  _turns(driver, [0, 1])
-  driver.append({1: _append(1, prompt, 0, 6)})
-  assert _turns(driver, [1]) == {1: expected}
-
-
 def test_values_that_are_not_finite_stay_in_their_row():
+  # Nor is anything else left in a slot of its last row.
   driver, programs = _driver()
-  prompt = tiny_engine.ids(5, 6)
+  prompt, own = tiny_engine.ids(5, 6), {1: _PAGES[1]}
   driver.append({0: _append(0, prompt, 0, 6)})
-  (expected,) = _turns(driver, [0]).values()
+  (expected,) = _turns(driver, {0: _PAGES[0]}).values()
   # They come up while the prompt is appended, or only while a turn is decoded.
   for in_prompt in (True, False):
     broken = jax.tree.map(lambda x: np.full_like(x, np.nan), tiny_engine.PARAMS)
@@ -270,10 +236,10 @@ def test_values_that_are_not_finite_stay_in_their_row():
       programs.publish(broken, 0)
     driver.append({1: _append(1, tiny_engine.ids(1, 20), 0, 9)})
     programs.publish(broken, 0)
-    _turns(driver, [1])
+    _turns(driver, own)
     programs.publish(tiny_engine.PARAMS, 0)
     driver.append({1: _append(1, prompt, 0, 6)})
-    assert _turns(driver, [1]) == {1: expected}
+    assert _turns(driver, own) == {1: expected}
 
 
 def test_a_chunk_ends_with_enough_turns():
@@ -282,17 +248,13 @@ def test_a_chunk_ends_with_enough_turns():
   ids = tiny_engine.ids(1, 4)
   for enough, steps in ((1, 1), (2, 2), (4, 3)):
     driver.append({n: _append(n, ids, 0, b) for n, b in enumerate(budgets)})
-    writes = {
-      n: slot_calls.Decode(np.zeros(2, np.uint32), 4, _pages(n))
-      for n in range(4)
-    }
-    _, chunk = driver.decode(writes, greedy=False, enough=enough)
+    _, chunk = driver.decode(_decodes(_PAGES), greedy=False, enough=enough)
     assert not chunk.stopped_A.any()  # so that budgets end all turns
     assert chunk.counts_A.tolist() == [min(b, steps) for b in budgets]
 
 
-@pytest.mark.parametrize('name', ['decode', 'extend'])
-def test_the_cache_is_updated_in_place(name):
+def test_appending_updates_the_cache_in_place():
+  # decode_program_test has the same for decoding.
   slots, length, C = 8, 4096, 1
   # Most pages are those of rows that the call is not about.
   model = tiny.model(num_layers=1)
@@ -305,20 +267,14 @@ def test_the_cache_is_updated_in_place(name):
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_slot),
     jax.eval_shape(lambda: programs.empty(64)),
   )
-  rows = np.arange(slots, dtype=np.int32)
-  table_AN = np.zeros((slots, 2), np.int32)
-  if name == 'decode':
-    keys = np.zeros((slots, 2), np.uint32)
-    args = params, state, keys, rows > 0, table_AN, programs.table_ZV
-    options = {'greedy': False, 'enough': slots}
-  else:
-    zeros = np.zeros(slots, np.int32)
-    batch = slot_programs.AppendBatch(
-      np.zeros((slots, C), np.int32), zeros, zeros > 0, zeros > 0, zeros
-    )
-    args, options = (params, state, batch, table_AN), {}
-  lowered = getattr(programs, name).lower(
-    *args, slots_A=rows, num_pages=2, **options
+  zeros = np.zeros(slots, np.int32)
+  batch = slot_programs.AppendBatch(
+    np.zeros((slots, C), np.int32), zeros, zeros > 0, zeros > 0, zeros
+  )
+  lowered = programs.extend.lower(
+    *(params, state, batch, np.zeros((slots, 2), np.int32)),
+    slots_A=np.arange(slots, dtype=np.int32),
+    num_pages=2,
   )
   memory = lowered.compile().memory_analysis()
   cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))

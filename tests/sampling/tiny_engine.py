@@ -4,7 +4,7 @@ Its vocabulary has a stop string that comes up by chance every few tokens, an
 end of sequence, and two padding ids that no tokenizer knows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -17,9 +17,11 @@ from stppo_jax import types
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
+from stppo_jax.parallel import sharding
 from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine as engine_lib
 from stppo_jax.sampling import engine_options
+from stppo_jax.sampling import lowering
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import stops
@@ -74,6 +76,21 @@ def options(**changes) -> engine_options.EngineOptions:
   )
 
 
+def lowered(
+  model: functional.Model, place: publish.Placement, **changes
+) -> lowering.Lowering:
+  """Returns the programs of an engine of any model; no array is made."""
+  weights = jax.eval_shape(model.init, jax.random.key(0))
+  layout = sharding.param_shardings(weights, place.training)
+  return lowering.Lowering(
+    model,
+    placement=place,
+    options=options(**changes),
+    num_states=19,
+    trained=sharding.with_layout(weights, layout),
+  )
+
+
 class RecordingPrograms:
   """Stands in for the compiled programs of one lane, and records their calls.
 
@@ -83,8 +100,7 @@ class RecordingPrograms:
     num_pages: that of each call which reads pages.
     compiled: by program, how many calls had to compile; not counted if there
       are several lanes, which compile at the same time.
-    lengths_per_device, keys_per_device: shapes of parts of the latest state on
-      each device.
+    keys_per_device: the shape of a layer's keys on each device.
     broken: whether `extend` fails, after it has donated the state.
   """
 
@@ -94,7 +110,7 @@ class RecordingPrograms:
     self.calls: dict[str, list[tuple]] = {name: [] for name in _DEVICE_ARGS}
     self.num_pages: list[int] = []
     self.compiled = dict.fromkeys(_DEVICE_ARGS, 0)
-    self.lengths_per_device = self.keys_per_device = ()
+    self.keys_per_device = ()
     self.broken = False
 
   def __getattr__(self, name):
@@ -116,10 +132,8 @@ class RecordingPrograms:
       result = getattr(self._programs, name)(*args, **kwargs)
     self.compiled[name] += len(compiled)
     state = result[0] if name == 'decode' else result
-    self.lengths_per_device, self.keys_per_device = (
-      x.sharding.shard_shape(x.shape)
-      for x in (state.lengths, state.cache[0][0])
-    )
+    keys = state.cache[0][0]
+    self.keys_per_device = keys.sharding.shard_shape(keys.shape)
     return result
 
   @property
@@ -245,12 +259,14 @@ class Dialogue:
     tokens: prompt, turns and observations.
     logprobs, truncated_logprobs: of each token; 0 in prompt and observations.
     spans: the first token of each turn, and the one after its last.
+    versions: the version of the weights that wrote each turn.
   """
 
   tokens: list[int]
   logprobs: list[float]
   truncated_logprobs: list[float]
   spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+  versions: list[int] = dataclasses.field(default_factory=list, compare=False)
 
   def append_observation(self, token_ids: np.ndarray) -> None:
     self.tokens += token_ids.tolist()
@@ -263,6 +279,13 @@ class Dialogue:
     self.logprobs += generated.logprobs.tolist()
     self.truncated_logprobs += generated.truncated_logprobs.tolist()
     self.spans.append((start, len(self.tokens)))
+    self.versions.append(generated.version)
+
+
+def observation(row: int, turn: int) -> np.ndarray | None:
+  """Returns 0 to 5 tokens, or None after one to three turns."""
+  over = turn == 1 + row % 3
+  return None if over else ids(100 * row + turn, (row + turn) % 6)
 
 
 def run_dialogues(
@@ -274,19 +297,18 @@ def run_dialogues(
   greedy: bool = False,
   max_turn_tokens: int = 5,
   delays: int | None = None,
-  who: Sequence[int] | None = None,
+  observe: Callable[[int, int], np.ndarray | None] = observation,
+  before_poll: Callable[[], None] = lambda: None,
 ) -> Mapping[int, Dialogue]:
-  """Collects dialogues of one to three turns.
-
-  Observations have 0 to 5 tokens.
+  """Collects dialogues of all prompts that are not None.
 
   Args:
     engine: generates the turns.
     prompts, row_keys, group_size, greedy, max_turn_tokens: see `Engine.begin`.
     delays: seed of the number of polls that each observation takes; None if
       all come at once.
-    who: a number for each row, which its observations depend on; by default
-      the number of the row.
+    observe: returns what follows a turn of a row; None ends the dialogue.
+    before_poll: called before each poll.
 
   Returns:
     The dialogue of each row.
@@ -301,7 +323,6 @@ def run_dialogues(
   rng = np.random.default_rng(delays)
   rows = [n for n in range(len(prompts) * group_size)]
   rows = [n for n in rows if prompts[n // group_size] is not None]
-  who = who if who is not None else range(len(prompts) * group_size)
   dialogues = {n: Dialogue([], [], []) for n in rows}
   for n in rows:
     dialogues[n].append_observation(prompts[n // group_size])
@@ -315,19 +336,34 @@ def run_dialogues(
     for n in now:
       del due[n]
       turn = len(dialogues[n].spans)
-      observation = ids(100 * who[n] + turn, (who[n] + turn) % 6)
-      if turn > who[n] % 3 or len(observation) >= engine.remaining(n):
+      observed = observe(n, turn)
+      if observed is None or len(observed) >= engine.remaining(n):
         engine.close(n)
         left.remove(n)
       else:
-        engine.resume(n, observation)
-        dialogues[n].append_observation(observation)
+        engine.resume(n, observed)
+        dialogues[n].append_observation(observed)
+    before_poll()
     for n, generated in engine.poll().items():
       dialogues[n].append_turn(generated)
-      assert engine.remaining(n) == MAX_LENGTH - len(dialogues[n].tokens)
+      assert engine.remaining(n) == engine.max_length - len(dialogues[n].tokens)
       due[n] = 0 if delays is None else int(rng.integers(8))
   assert not engine.busy and not engine.poll()
   return dialogues
+
+
+def dialogues(
+  engine: engine_lib.Engine, rows: int, *, seed: int = 0, **options
+) -> Mapping[int, Dialogue]:
+  """Returns the dialogues of so many rows, see `run_dialogues`."""
+  groups = rows // options.get('group_size', 1)
+  return run_dialogues(engine, prompts(groups), keys(rows, seed), **options)
+
+
+def begin(engine: engine_lib.Engine, prompts, **changes) -> None:
+  """Begins a collection with options of `begin`."""
+  options = {'group_size': 1, 'max_turn_tokens': 5, 'greedy': False} | changes
+  engine.begin(prompts, keys(len(prompts) * options['group_size']), **options)
 
 
 def assert_same(one: Dialogue, other: Dialogue) -> None:
@@ -341,6 +377,15 @@ def assert_same(one: Dialogue, other: Dialogue) -> None:
     np.testing.assert_allclose(
       getattr(one, name), getattr(other, name), atol=1e-5
     )
+
+
+def assert_all_same(
+  ours: Mapping[int, Dialogue], theirs: Mapping[int, Dialogue]
+) -> None:
+  """Asserts that the same rows have the same dialogues."""
+  assert ours.keys() == theirs.keys()
+  for row, dialogue in ours.items():
+    assert_same(dialogue, theirs[row])
 
 
 def first_turns(

@@ -18,7 +18,6 @@ from stppo_jax.models import functional
 from stppo_jax.parallel import memory as memory_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
-from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
 from stppo_jax.sampling import lowering
 from stppo_jax.tools.plan import hlo
@@ -32,7 +31,6 @@ pytestmark = tpu_compiler.MARKS
 
 _LAYERS, _SLOTS, _LENGTH, _CHUNK = 4, 64, 4096, 16
 _CHIPS, _TENSOR = 4, 2
-_STATES = 19
 
 
 @functools.cache
@@ -51,21 +49,14 @@ def _lowering(name: str = 'v5e:2x2') -> lowering.Lowering:
   chips = topology.devices(topology.find(name))
   mesh = mesh_lib.make_mesh(data=-1, fsdp=_CHIPS, tensor=1, devices=chips)
   model = functional.Model(_shape(), 'vocabulary', mesh=mesh)
-  weights = jax.eval_shape(model.init, jax.random.key(0))
-  return lowering.Lowering(
+  return tiny_engine.lowered(
     model,
-    placement=publish.Placement(mesh, _TENSOR, host=0, spans_slice=True),
-    options=tiny_engine.options(
-      slots=_SLOTS,
-      max_length=_LENGTH,
-      page_size=128,
-      decode_chunk=_CHUNK,
-      prefill_chunk=256,
-    ),
-    num_states=_STATES,
-    trained=sharding.with_layout(
-      weights, sharding.param_shardings(weights, mesh)
-    ),
+    publish.Placement(mesh, _TENSOR, host=0, spans_slice=True),
+    slots=_SLOTS,
+    max_length=_LENGTH,
+    page_size=128,
+    decode_chunk=_CHUNK,
+    prefill_chunk=256,
   )
 
 

@@ -12,6 +12,7 @@ from tokenizers import normalizers
 from tokenizers import trainers
 import transformers
 
+from stppo_jax import text as text_lib
 from stppo_jax.envs import prompts
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
@@ -125,3 +126,14 @@ def _bpe_file() -> str:
   with tempfile.TemporaryDirectory() as directory:
     bpe().save(directory)
     return (pathlib.Path(directory) / 'tokenizer.json').read_text()
+
+
+# By name, what makes a tokenizer.
+PLAIN = {'phrases': phrases, 'bpe': bpe}
+TAGGED = {
+  'a token for each tag': lambda: with_added(text_lib.TAGS),
+  'a special token for each tag': lambda: with_added(special=text_lib.TAGS),
+  'Qwen3': lambda: with_added(['<think>', '</think>']),
+  'Llama 2': llama,
+  'Gemma': lambda: llama(strip=False),
+}

@@ -1,6 +1,5 @@
 """Adapters of PEFT leave a run, and another run starts from them."""
 
-import dataclasses
 import json
 
 import jax
@@ -12,28 +11,15 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import weights
 from stppo_jax.models import functional
 from stppo_jax.models import lora
-from stppo_jax.models.hf import export
-from stppo_jax.models.hf import load
 from stppo_jax.models.hf import peft
 from stppo_jax.records import plots
 from stppo_jax.training import checkpoint_state
 from stppo_jax.workdir import recorded_config
 from tests.training import runs
 
-_LORA = {
-  'model__lora__rank': 2,
-  'model__lora__targets': '(q|o|up)_proj',
+_LORA = runs.LORA | {
   'model__lora__rank_pattern': "('up_proj=3',)",
   'model__lora__rslora': True,
-  'policy_optimizer__learning_rate': 0.01,
-  'policy_optimizer__warmup_updates': 0,
-}
-_EXPERTS = {
-  'model__qkv_bias': False,
-  'model__qk_norm': True,
-  'model__num_experts': 4,
-  'model__num_experts_per_tok': 2,
-  'model__moe_intermediate_size': 8,
 }
 
 
@@ -108,10 +94,7 @@ def test_adapters_are_evaluated_on_their_base(trained, finished, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'changes, targets',
-  [
-    ({}, '(q|down)_proj'),
-    (_EXPERTS, 'moe/|q_proj'),
-  ],
+  [({}, '(q|down)_proj'), (runs.EXPERTS, 'moe/|q_proj')],
   ids=['dense', 'experts'],
 )
 def test_the_engine_samples_from_the_adapters_of_the_start(
@@ -134,45 +117,3 @@ def test_the_engine_samples_from_the_adapters_of_the_start(
   metrics = plots.read_metrics(tmp_path / 'run' / 'metrics.jsonl')
   assert metrics['mismatch/logprob_abs_diff_mean'][-1] < 2e-5
   assert metrics['critic/kl'][-1] > 1e-3  # the reference is the base
-
-
-@pytest.mark.slow
-def test_a_run_with_other_adapters_than_it_tells_is_refused(
-  trained, finished, tmp_path, capsys
-):
-  _, out = trained
-  flags = {'model__path': finished / 'policy', 'model__lora__path': out}
-  assert runs.train(tmp_path / 'run', model__lora__rank=4, **flags) == 2
-  error = capsys.readouterr().err
-  assert 'config.model.lora.rank=4: must be 2, as in model.lora.path=' in error
-  assert not (tmp_path / 'run').exists()
-
-
-@pytest.mark.slow
-def test_adapters_of_fused_tensors_are_exported_merged_alone(
-  finished, tmp_path, capsys
-):
-  base, run, out = (tmp_path / name for name in ('base', 'run', 'out'))
-  shape = load.read_config(finished / 'policy')
-  shape = dataclasses.replace(shape, family='phi3', qkv_bias=False)
-  params = functional.Model(shape, 'vocabulary').init(jax.random.key(0))
-  export.export(base, shape, params)
-  export.copy_tokenizer(finished / 'policy', base)
-  lora_keys = {'model__lora__rank': 2, 'model__lora__targets': 'q_proj'}
-  assert runs.train(run, model__path=base, num_steps=1, **lora_keys) == 0
-  flags = ['export', f'--workdir={run}', f'--out={out}']
-  capsys.readouterr()
-  assert __main__.main([*flags, '--adapters']) == 2
-  (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith('--adapters: model.layers.0.self_attn.qkv_proj is one')
-  assert not out.exists()
-  assert __main__.main(flags) == 0
-  assert (out / 'model.safetensors').is_file()
-
-
-def test_a_run_without_adapters_exports_none(finished, tmp_path, capsys):
-  flags = [f'--workdir={finished}', f'--out={tmp_path}', '--adapters']
-  assert __main__.main(['export', *flags]) == 2
-  assert (
-    f'--adapters: the run in {finished} has none' in capsys.readouterr().err
-  )

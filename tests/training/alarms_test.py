@@ -14,6 +14,7 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.retrieval import server
 from stppo_jax.training import alarms
 from tests.training import runs
+from tests.workdir import two_hosts
 
 _THRESHOLDS = {name: defaults.section()[name] for name in defaults.THRESHOLDS}
 # Metrics of a healthy step, as the quickstart has them at its end.
@@ -63,41 +64,11 @@ def test_an_alarm_rings_beyond_its_threshold(name, metric, number, shown):
   assert not any(alarms.check(sick, _THRESHOLDS | {name: limit}).values())
 
 
-def test_between_equal_rewards_the_values_have_no_number():
-  metrics = {
-    'critic/vf_explained_var': -39500.0,
-    'critic/score/min': 0.0,
-    'critic/score/max': 0.0,
-  }
-  line = alarms.describe('explained_variance', metrics)
-  assert 'all rewards of the step are equal' in line
-  assert '-3' not in line and 'learning_rate' not in line
-  metrics['critic/score/max'] = 1.0
-  assert '-3.95e+04' in alarms.describe('explained_variance', metrics)
-
-
 def test_an_alarm_without_its_number_is_absent():
   """It may not be measured, not be finite (null in a file), or say nothing."""
   few = {'retrieval/answers': 9.0, 'retrieval/empty': 9.0}
   for metrics in ({}, few, {'actor/entropy': None}, {'critic/kl': math.nan}):
     assert alarms.check(metrics, _THRESHOLDS) == {}
-
-
-def test_the_alarms_of_a_written_step_are_those_that_rang():
-  written = _HEALTHY | {'alarm/kl': 0.0, 'alarm/entropy': 1.0}
-  (line,) = alarms.recorded(written)
-  assert 'entropy' in line and '0.077' in line
-
-
-class _OtherHost(hosts_lib.Hosts):
-  """The second host of a run, which the first one tells what is due."""
-
-  def __init__(self, due):
-    super().__init__(1, ('a', 'b'))
-    self._due = due
-
-  def exchange(self, what, value, *, timeout=None):
-    return [self._due, value]
 
 
 def _silent(count):
@@ -157,10 +128,10 @@ def test_a_run_whose_retriever_never_finds_anything_ends(tmp_path, capsys):
 
 
 def test_all_hosts_end_with_the_first_one(said):
-  watch = alarms.Alarms(runs.config(), _OtherHost([]))
+  watch = alarms.Alarms(runs.config(), two_hosts.TwoHosts(1, alarms=[]))
   _steps(watch, *[20] * 9)
   assert not said
-  told = alarms.Alarms(runs.config(), _OtherHost(['kl']))
+  told = alarms.Alarms(runs.config(), two_hosts.TwoHosts(1, alarms=['kl']))
   with pytest.raises(alarms.Alarmed, match='alarm kl'):
     _steps(told, 3)
 

@@ -1,15 +1,12 @@
 """Two hosts of a run that share nothing but a bucket, and its storage."""
 
 import contextlib
-import os
 import pathlib
-import subprocess
-import sys
-import time
 
 from benchmarks import run_differences
 from stppo_jax.workdir import bucket_files
 from tests.storage import emulator
+from tests.training import host_runs
 from tests.training import runs
 
 ADDRESS = 'gs://mine/study/run'
@@ -49,21 +46,9 @@ class Hosts:
       arguments = ['train', *runs.flags(**self._changes)]
       arguments += [f'--workdir={ADDRESS}', f'--coordinator={coordinator}']
       arguments += ['--num_processes=2', f'--process_id={index}']
+      own = host_runs.DEVICES | {'TMPDIR': str(place)}
       with open(self._logs[-1], 'wb') as log:
-        self.processes.append(
-          subprocess.Popen(
-            [sys.executable, '-u', '-m', 'stppo_jax', *arguments],
-            stdout=log,
-            stderr=log,
-            cwd=runs.REPO,
-            env=os.environ
-            | {
-              'JAX_NUM_CPU_DEVICES': '2',
-              'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
-              'TMPDIR': str(place),
-            },
-          )
-        )
+        self.processes.append(runs.start(*arguments, log=log, **own))
 
   def ends(self) -> list[int]:
     """Returns the exit codes; prints what was said."""
@@ -75,6 +60,15 @@ class Hosts:
       print('\n'.join(f'--- {x}\n{x.read_text()}' for x in self._logs))
     return [process.returncode for process in self.processes]
 
+  def wait(self, condition) -> None:
+    """Waits until something holds while both of them run."""
+
+    def holds():
+      assert all(process.poll() is None for process in self.processes)
+      return condition()
+
+    runs.wait(holds)
+
   def kill(self) -> None:
     """Kills both with SIGKILL."""
     for process in self.processes:
@@ -85,14 +79,6 @@ class Hosts:
   def said(self) -> str:
     """The lines that both have printed since the last start."""
     return ''.join(path.read_text() for path in self._logs)
-
-
-def wait(condition, hosts=None, seconds=300.0):
-  deadline = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < deadline
-    assert hosts is None or all(x.poll() is None for x in hosts.processes)
-    time.sleep(0.05)
 
 
 @contextlib.contextmanager

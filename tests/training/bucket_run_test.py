@@ -20,18 +20,13 @@ _ADDRESS = bucket_hosts.ADDRESS
 _STEPS = 4  # of the runs of two hosts
 
 
-def _train(act=lambda moment: None, **changes):
-  with faults.at(runs.config(**changes), act):
-    return runs.train(_ADDRESS, **changes)
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_elsewhere_from_its_bucket(
   google, finished, tmp_path, capsys
 ):
   """A process knows nothing but the address, and leaves nothing else."""
   send = faults.send_at(('collect', 3), signal.SIGTERM)
-  assert _train(send, checkpoint__every=2) == 75
+  assert runs.train(_ADDRESS, send, checkpoint__every=2) == 75
   assert 'study/run/lease' not in google.objects
   capsys.readouterr()
   assert __main__.main(['status', _ADDRESS, '--json']) == 0
@@ -39,7 +34,7 @@ def test_a_run_goes_on_elsewhere_from_its_bucket(
   assert (state['folder'], state['state']) == (_ADDRESS, 'interrupted')
   assert (state['step'], state['checkpoint']) == (2, 2)
 
-  assert _train(checkpoint__every=2) == 0
+  assert runs.train(_ADDRESS, checkpoint__every=2) == 0
   out = capsys.readouterr().out
   assert f'policy (Hugging Face format): {_ADDRESS}/policy' in out
   assert '/tmp' not in out
@@ -83,12 +78,12 @@ def test_who_has_lost_the_lease_commits_nothing(google, capsys):
   def take_over(moment):
     if moment == ('updated', 2):
       first = 'study/run/checkpoints/1/commit_success.txt'
-      bucket_hosts.wait(lambda: first in google.objects)
+      runs.wait(lambda: first in google.objects)
       holder = lock.Holder('elsewhere', 7, '1', 'now', True, 'another boot')
       record = {'holder': dataclasses.asdict(holder), 'seconds': 60.0}
       google.put('study/run/lease', json.dumps(record).encode())
 
-  assert _train(take_over) == 75
+  assert runs.train(_ADDRESS, take_over) == 75
   assert 'process 7 on host elsewhere' in capsys.readouterr().err
   steps = bucket_files.committed(
     {name.removeprefix('study/run/'): 0 for name in google.objects}
@@ -124,10 +119,10 @@ def test_hosts_that_share_nothing_but_a_bucket(google, undisturbed, tmp_path):
   hosts = bucket_hosts.Hosts(tmp_path, num_steps=_STEPS)
   hosts.start()
   is_saving = lambda: any('checkpoints/2/state' in x for x in google.objects)
-  bucket_hosts.wait(is_saving, hosts)
+  hosts.wait(is_saving)
   hosts.kill()
   hosts.start()
-  bucket_hosts.wait(lambda: 'step 3/' in hosts.said, hosts)
+  hosts.wait(lambda: 'step 3/' in hosts.said)
   hosts.processes[1].kill()
   assert hosts.ends() == [75, -signal.SIGKILL]
   hosts.start()
@@ -145,7 +140,7 @@ def test_hosts_that_share_nothing_but_a_bucket(google, undisturbed, tmp_path):
 def test_an_outage_of_the_bucket_loses_nothing(google, undisturbed, tmp_path):
   hosts = bucket_hosts.Hosts(tmp_path, num_steps=_STEPS, checkpoint__retry=3)
   hosts.start()
-  bucket_hosts.wait(lambda: 'step 2/' in hosts.said, hosts)
+  hosts.wait(lambda: 'step 2/' in hosts.said)
   google.fault = lambda line: emulator.Fault('reset')
   assert hosts.ends() == [75, 75]
   assert 'the run goes on' in hosts.said and 'Server disconn' in hosts.said
@@ -161,7 +156,7 @@ def test_an_outage_of_the_bucket_loses_nothing(google, undisturbed, tmp_path):
 def test_a_short_outage_is_waited_for(google, undisturbed, tmp_path):
   hosts = bucket_hosts.Hosts(tmp_path, num_steps=_STEPS)
   hosts.start()
-  bucket_hosts.wait(lambda: 'step 1/' in hosts.said, hosts)
+  hosts.wait(lambda: 'step 1/' in hosts.said)
   google.fault = lambda line: emulator.Fault('503')
   time.sleep(20)
   google.fault = lambda line: None

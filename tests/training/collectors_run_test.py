@@ -1,6 +1,5 @@
 """Some hosts only collect: the same numbers as without them, and one end."""
 
-import json
 import socket
 
 import pytest
@@ -17,52 +16,34 @@ _OPTIONS = {
   'policy_optimizer__learning_rate': 0.02,
   'policy_optimizer__warmup_updates': 0,
 }
-# Metrics that other runs do not have, or that count what each host asks.
-_OF_HOSTS = ('hosts/', 'retrieval/')
 
 
-def _metrics(workdir, apart):
-  return [
-    {k: x for k, x in line.items() if not k.startswith(apart)}
-    for line in runs.repeated(workdir)
-  ]
-
-
-def _assert_same(workdir, expected, *, learners, first=1, apart=_OF_HOSTS):
-  assert _metrics(workdir, apart) == _metrics(expected, apart)
-  for step in range(first, _STEPS + 1):
-    ours, theirs = (
-      host_runs.dialogues(folder, step, learners)
-      for folder in (workdir, expected)
-    )
-    assert ours == theirs and len(ours) == 16
-
-
-def _alone(workdir, **options):
-  """Trains on one host, whose devices both learn and collect."""
-  flags = ['train', *runs.flags(**options), f'--workdir={workdir}']
-  process = runs.start(*flags, **host_runs.DEVICES)
-  assert host_runs.ends([process])[0][0] == 0
+def _assert_same(workdir, expected, *, learners=1, apart=host_runs.OF_HOSTS):
+  ours, theirs = (
+    host_runs.repeated(folder, apart) for folder in (workdir, expected)
+  )
+  assert ours == theirs
+  host_runs.assert_same_dialogues(
+    workdir, expected, range(1, _STEPS + 1), counts=(learners, learners)
+  )
 
 
 @pytest.fixture(scope='module')
 def alone(tmp_path_factory):
   """A run of one host, which the runs with one that learns must equal."""
   folder = tmp_path_factory.mktemp('alone')
-  _alone(folder, **_OPTIONS)
+  host_runs.alone(folder, **_OPTIONS)
   return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('collectors', [1, 2])
 def test_who_collects_changes_no_bit(tmp_path, alone, collectors):
-  first, *others = host_runs.train(
+  _, *others = host_runs.train(
     tmp_path, 1 + collectors, mesh__collectors=collectors, **_OPTIONS
   )
-  total = 1 + collectors
-  assert f'mesh.collectors={collectors}: 1 of {total} hosts learn' in first
   assert not any('step 1/' in text for text in others)
-  _assert_same(tmp_path, alone, learners=1)
+  _assert_same(tmp_path, alone)
   lines = runs.metrics(tmp_path)[1:]
   assert [line['rollout/staleness'] for line in lines] == [0.0, 1.0, 1.0, 1.0]
   assert len({line['ratio/token/max'] for line in lines}) == _STEPS
@@ -84,9 +65,9 @@ def test_who_collects_changes_no_bit(tmp_path, alone, collectors):
 )
 def test_other_runs_are_the_same_too(tmp_path, changes):
   changes = _OPTIONS | changes
-  _alone(tmp_path / 'alone', **changes)
+  host_runs.alone(tmp_path / 'alone', **changes)
   host_runs.train(tmp_path / 'apart', 2, mesh__collectors=1, **changes)
-  _assert_same(tmp_path / 'apart', tmp_path / 'alone', learners=1)
+  _assert_same(tmp_path / 'apart', tmp_path / 'alone')
 
 
 @pytest.mark.slow
@@ -94,8 +75,8 @@ def test_other_runs_are_the_same_too(tmp_path, changes):
 def test_hosts_that_collect_may_have_other_devices(tmp_path, alone, devices):
   options = _OPTIONS | {'mesh__collectors': 1}
   host_runs.train(tmp_path, devices={1: devices}, **options)
-  apart = (*_OF_HOSTS, 'mismatch/')
-  _assert_same(tmp_path, alone, learners=1, apart=apart)
+  apart = (*host_runs.OF_HOSTS, 'mismatch/')
+  _assert_same(tmp_path, alone, apart=apart)
   ours, theirs = (
     [
       line['mismatch/logprob_abs_diff_mean']
@@ -134,14 +115,13 @@ def test_turns_of_several_policies_are_repeated(tmp_path):
   assert max(line['mismatch/logprob_abs_diff'] for line in lines) < 1e-4
   found = set()
   for step in range(1, _STEPS + 1):
-    text = (first / f'versions-{step:06d}.json').read_text()
-    (versions,) = json.loads(text)
+    versions = host_runs.versions(first, step)
     assert len(versions) == 16 and all(versions)
     found |= {version for row in versions for version in row}
   assert len(found) > 1
   # Here they come later, and turns wait for them.
   host_runs.train(again, rollout__replay_order=first, **options)
-  _assert_same(again, first, learners=1)
+  _assert_same(again, first)
 
 
 def _is_named(text, host, does):
@@ -164,27 +144,15 @@ def test_a_lost_host_ends_all_and_the_command_resumes(
   tmp_path, alone, what, culprit, kind, does
 ):
   options = _OPTIONS | {'mesh__collectors': 1}
-  faults = {culprit: (what, kind, '2')}
-  processes = host_runs.start(tmp_path, faults=faults, **options)
-  ends = host_runs.ends_soon(processes, culprit)
   codes = {'raise': (70, 70), 'kill': (-9, 75)}[what]
-  assert (ends[culprit][0], ends[1 - culprit][0]) == codes
+  fault = what, kind, '2'
+  ends = host_runs.faulty(tmp_path, culprit, fault, codes, **options)
   assert _is_named(ends[1 - culprit][1], culprit, does)
   if kind == 'collected':  # nobody is left to collect beside
-    _alone(tmp_path, **_OPTIONS)
+    host_runs.alone(tmp_path, **_OPTIONS)
   else:
     host_runs.train(tmp_path, **options)
-  _assert_same(tmp_path, alone, learners=1)
-
-
-@pytest.mark.slow
-def test_a_learner_that_is_lost_is_named_on_all(tmp_path):
-  options = _OPTIONS | {'mesh__collectors': 1}
-  faults = {1: ('kill', 'updated', '2')}
-  processes = host_runs.start(tmp_path, 3, faults=faults, **options)
-  (first, said), (lost, _), (last, also_said) = host_runs.ends(processes)
-  assert (first, lost, last) == (75, -9, 75)
-  assert _is_named(said, 1, 'learns') and _is_named(also_said, 1, 'learns')
+  _assert_same(tmp_path, alone)
 
 
 @pytest.mark.slow
@@ -213,4 +181,4 @@ def test_an_interrupted_run_is_saved_and_resumed(
   else:
     assert f'interrupted after step {step}, saved' in ends[0][1]
   host_runs.train(tmp_path, **options)
-  _assert_same(tmp_path, alone, learners=1)
+  _assert_same(tmp_path, alone)

@@ -1,21 +1,11 @@
 """A killed run of any algorithm resumes as the same run, bit for bit."""
 
-import json
-import signal
-
 import pytest
 
-from stppo_jax import __main__
 from stppo_jax.configs import algorithms
 from tests.training import runs
 
 _STEPS = 8
-
-
-def _leaves(workdir):
-  """Returns the fingerprints of parameters, optimiser and all else."""
-  path = workdir / 'checkpoints' / str(_STEPS) / 'manifest' / 'metadata'
-  return json.loads(path.read_text('utf-8'))['leaves']
 
 
 # Two processes trace the programs of each algorithm, which takes long; runs of
@@ -38,15 +28,11 @@ def _leaves(workdir):
 def test_four_steps_a_kill_and_four_steps_are_eight_steps(
   tmp_path, algorithm, changes
 ):
-  flags = runs.flags(algorithm, num_steps=_STEPS, evaluate__every=0, **changes)
+  changes = {'num_steps': _STEPS, 'evaluate__every': 0, **changes}
+  changes['algorithm'] = algorithm
   killed, whole = tmp_path / 'killed', tmp_path / 'whole'
-  process = runs.start(
-    *(str(killed), 'updated', '5', *flags), module='tests.training.killed'
-  )
-  _, errors = process.communicate()
-  assert process.returncode == -signal.SIGKILL, errors
+  runs.kill_at('updated', '5', *runs.flags(**changes), f'--workdir={killed}')
   assert [line['step'] for line in runs.metrics(killed)] == [1, 2, 3, 4]
   for folder in (killed, whole):
-    assert __main__.main(['train', *flags, f'--workdir={folder}']) == 0
+    assert runs.train(folder, **changes) == 0
   runs.assert_same_files(killed, whole, num_steps=_STEPS)
-  assert _leaves(killed) == _leaves(whole)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import contextlib
 import dataclasses
 import os
+import resource
 import signal
 import sys
 from typing import Any
@@ -121,6 +122,22 @@ def send_at(moment: Moment, number: signal.Signals) -> Callable:
       os.kill(os.getpid(), number)
 
   return act
+
+
+def fill_disk(num_bytes: int = 1024) -> None:
+  """Lets this process write no file beyond a few bytes."""
+  _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+
+@contextlib.contextmanager
+def room_in_the_end():
+  """Makes room again on a disk that is filled inside this context."""
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 class Crash(Exception):

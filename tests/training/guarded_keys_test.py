@@ -11,12 +11,6 @@ from tests import processes
 from tests.training import runs
 
 
-@pytest.fixture
-def run(finished, tmp_path):
-  """Returns a copy of the folder of a finished run."""
-  return shutil.copytree(finished, tmp_path / 'run')
-
-
 def test_a_guarded_key_is_refused_unless_it_is_allowed(run, finished, capsys):
   changes = {
     'model.path': finished / 'policy',

@@ -19,25 +19,14 @@ from stppo_jax.training import checkpoint_state
 from tests.training import host_runs
 from tests.training import runs
 
-# Metrics of hosts, and counts of requests: each host asks on its own.
-_OF_HOSTS = ('hosts/', 'retrieval/')
-_TIMEOUT = 600  # seconds, on a machine that is busy with other things
-
 
 def _one_step(out, count):
   """Returns what hosts make of a stored batch, and their greedy dialogues."""
   out.mkdir()
   address, module = runs.free_address(), 'tests.training.stored_batch_host'
+  words = [(str(out), address, str(count), str(n)) for n in range(count)]
   processes = [
-    runs.start(
-      str(out),
-      address,
-      str(count),
-      str(index),
-      module=module,
-      **host_runs.DEVICES,
-    )
-    for index in range(count)
+    runs.start(*x, module=module, **host_runs.DEVICES) for x in words
   ]
   assert [code for code, _ in host_runs.ends(processes)] == [0] * count
   texts = [(out / f'dialogues-{n}.json').read_text() for n in range(count)]
@@ -46,15 +35,15 @@ def _one_step(out, count):
     return dict(arrays), dialogues
 
 
-def _assert_same_run(workdir, expected, *, count, steps):
-  """Asserts that several hosts did what one host did, up to rounding."""
-  for step in range(1, steps + 1):
-    assert host_runs.dialogues(workdir, step, count) == host_runs.dialogues(
-      expected, step
-    )
-  lines = zip(runs.repeated(workdir)[: steps + 1], runs.repeated(expected))
-  for ours, theirs in lines:
-    _assert_same_metrics(ours, theirs)
+def _assert_same_run(
+  workdir, expected, *, counts=(2, 1), steps=runs.STEPS, **close
+):
+  """Asserts that so many hosts did the same, up to rounding."""
+  steps = range(1, steps + 1)
+  host_runs.assert_same_dialogues(workdir, expected, steps, counts=counts)
+  lines = (host_runs.repeated(folder) for folder in (workdir, expected))
+  for ours, theirs in zip(*lines, strict=True):
+    _assert_same_metrics(ours, theirs, **close)
 
 
 # Quotients by the spread of advantages or returns, which is almost 0 here. With
@@ -70,10 +59,6 @@ _QUOTIENTS = (
 def _assert_same_metrics(
   ours, theirs, *, rtol=1e-4, atol=1e-5, quotient_rtol=5e-4
 ):
-  ours, theirs = (
-    {k: x for k, x in line.items() if not k.startswith(_OF_HOSTS)}
-    for line in (ours, theirs)
-  )
   assert ours.keys() == theirs.keys()
   for name in ours:
     near = quotient_rtol if name in _QUOTIENTS else rtol
@@ -95,22 +80,6 @@ def _restored(workdir, **changes):
 
 
 @pytest.mark.slow
-def test_two_hosts_are_one_run(tmp_path, finished):
-  first, second = host_runs.train(tmp_path / 'run', num_steps=2)
-  assert 'step 2/2' in first and 'step 2/2' not in second
-  assert not list((tmp_path / 'run').glob('probe-*'))
-  _assert_same_run(tmp_path / 'run', finished, count=2, steps=2)
-  for line in runs.metrics(tmp_path / 'run')[1:]:
-    assert line['hosts/collect_s_min'] <= line['hosts/collect_s_max']
-    assert line['hosts/slowest'] in (0, 1)
-  # The checkpoint of two processes resumes as one, on eight devices.
-  assert runs.train(tmp_path / 'run') == 0
-  assert host_runs.dialogues(tmp_path / 'run', 3) == host_runs.dialogues(
-    finished, 3
-  )
-
-
-@pytest.mark.slow
 def test_hosts_repeat_the_collections_that_one_host_repeats(tmp_path):
   changes = {
     'updates__value_epochs': 1,
@@ -120,7 +89,7 @@ def test_hosts_repeat_the_collections_that_one_host_repeats(tmp_path):
   one, two = tmp_path / 'one', tmp_path / 'two'
   assert runs.train(one, **changes, num_steps=2) == 0
   host_runs.train(two, num_steps=2, **changes)
-  _assert_same_run(two, one, count=2, steps=2)
+  _assert_same_run(two, one, steps=2)
   (ours,), (theirs,) = (_restored(x, **changes).replayed for x in (two, one))
   assert np.any(theirs.value_mask_BL)
   jax.tree.map(
@@ -165,58 +134,45 @@ def test_each_host_records_the_tokens_of_its_own_rows(tmp_path):
         assert all(0.5 < ratio < 2 for ratio in turn['tokens']['ratio'])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('algorithm', ['token_ppo', 'st_ppo', 'so_grpo'])
-@pytest.mark.parametrize('count', [2, 4])
-def test_trajectories_do_not_depend_on_the_number_of_hosts(
-  tmp_path, algorithm, count
-):
-  options = {'num_steps': 4}
-  if algorithm == 'so_grpo':  # a group of eight for each host
-    options |= {
-      'rollout__trajectories_per_step': 32,
-      'writer__trajectories': 32,
-    }
-  host_runs.train(tmp_path / 'many', count, algorithm=algorithm, **options)
-  command = ['train', *runs.flags(algorithm, **options)]
-  one = runs.start(*command, f'--workdir={tmp_path / "one"}')
-  assert one.communicate(timeout=_TIMEOUT) and one.returncode == 0
-  _assert_same_run(tmp_path / 'many', tmp_path / 'one', count=count, steps=4)
-
-
+# A group of eight for each host.
+_GROUPS = {'rollout__trajectories_per_step': 32, 'writer__trajectories': 32}
 # Gains are small differences of probabilities of about 1 / 300, so that float32
 # leaves them four digits. All rewards here are gains, and a policy that has
 # learned nothing has tiny ones.
+_GAINS = _GROUPS | {
+  'env__rewards__information_gain': 1e4,
+  'evaluate__every': 0,
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('algorithm', ['igpo', 'a2tgpo'])
-def test_information_gains_do_not_depend_on_the_number_of_hosts(
-  tmp_path, algorithm
+@pytest.mark.parametrize(
+  ('algorithm', 'count', 'options', 'rtol'),
+  [
+    *(('token_ppo', count, {}, 1e-4) for count in (2, 4)),
+    *(('st_ppo', count, {}, 1e-4) for count in (2, 4)),
+    *(('so_grpo', count, _GROUPS, 1e-4) for count in (2, 4)),
+    *((algorithm, 2, _GAINS, 2e-3) for algorithm in ('igpo', 'a2tgpo')),
+  ],
+)
+def test_trajectories_do_not_depend_on_the_number_of_hosts(
+  tmp_path, algorithm, count, options, rtol
 ):
-  options = {
-    'num_steps': 2,
-    'evaluate__every': 0,
-    'env__rewards__information_gain': 1e4,
-    'rollout__trajectories_per_step': 32,
-    'writer__trajectories': 32,
-  }
-  host_runs.train(tmp_path / 'two', algorithm=algorithm, **options)
-  command = ['train', *runs.flags(algorithm, **options)]
-  one = runs.start(*command, f'--workdir={tmp_path / "one"}')
-  assert one.communicate(timeout=_TIMEOUT) and one.returncode == 0
-  for step in (1, 2):
-    ours, theirs = (
-      host_runs.dialogues(tmp_path / name, step, count)
-      for name, count in (('two', 2), ('one', 1))
-    )
-    assert ours == theirs
-  lines = (
-    runs.repeated(tmp_path / 'two')[1:],
-    runs.repeated(tmp_path / 'one')[1:],
-  )
-  for ours, theirs in zip(*lines, strict=True):
-    assert abs(theirs['critic/rewards/max']) > 0.01
-    assert theirs['actor/grad_norm'] > 0.01
-    _assert_same_metrics(ours, theirs, rtol=2e-3, quotient_rtol=2e-3)
+  one, many, gains = tmp_path / 'one', tmp_path / 'many', options is _GAINS
+  steps = 2 if gains else 4
+  options = options | {'algorithm': algorithm, 'num_steps': steps}
+  first, *others = host_runs.train(many, count, **options)
+  host_runs.alone(one, environment={}, **options)
+  close = {'rtol': rtol, 'quotient_rtol': max(rtol, 5e-4)}
+  _assert_same_run(many, one, counts=(count, 1), steps=steps, **close)
+  last = f'step {steps}/{steps}'
+  assert last in first and not any(last in text for text in others)
+  assert not list(many.glob('probe-*'))
+  for line in runs.metrics(many)[-steps:]:
+    assert line['hosts/collect_s_min'] <= line['hosts/collect_s_max']
+    assert line['hosts/slowest'] in range(count)
+    if gains:
+      assert abs(line['critic/rewards/max']) > 0.01 < line['actor/grad_norm']
 
 
 @pytest.mark.slow
@@ -248,12 +204,12 @@ def test_a_checkpoint_resumes_on_another_number_of_hosts(
   if count == 1:
     assert runs.train(run, **mesh) == 0
   else:
-    host_runs.train(run, count, num_steps=runs.STEPS, **mesh)
+    host_runs.train(run, count, **mesh)
   # What is computed from there on is added in another order. With as many
   # devices each has as many rows, so that nothing else differs. The explained
   # variance is a quotient of which the divisor is almost 0 here.
-  assert host_runs.dialogues(run, 3, count) == host_runs.dialogues(finished, 3)
-  ours, theirs = runs.repeated(run)[-1], runs.repeated(finished)[-1]
+  host_runs.assert_same_dialogues(run, finished, [3], counts=(count, 1))
+  ours, theirs = (host_runs.repeated(x)[-1] for x in (run, finished))
   close = {}
   if count == 1:
     close = {'rtol': 1e-6, 'atol': 1e-6, 'quotient_rtol': 1e-6}
@@ -264,26 +220,13 @@ def test_a_checkpoint_resumes_on_another_number_of_hosts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize('fraction', [0.0, 0.5])
-def test_hosts_collect_ahead(tmp_path, capsys, fraction):
+def test_hosts_collect_ahead(tmp_path, fraction):
   """All devices do both, or one device of each host collects and one learns."""
-  options = {'rollout__steps_ahead': 1, 'num_steps': runs.STEPS}
-  between = (
-    'note: rollout.steps_ahead=1: the next step is collected between updates, '
-    'which saves no time'
-  )
-  beside = (
-    'note: mesh.collect_fraction=0.5: devices of each host: 1 learn, 1 '
-    'collect\n'
-  )
+  options = {'rollout__steps_ahead': 1}
   assert runs.train(tmp_path / 'one', **options) == 0
-  assert between in capsys.readouterr().out
   options['mesh__collect_fraction'] = fraction
-  first, second = host_runs.train(tmp_path / 'two', **options)
-  note = beside if fraction else between
-  assert note in first and note not in second
-  _assert_same_run(
-    tmp_path / 'two', tmp_path / 'one', count=2, steps=runs.STEPS
-  )
+  host_runs.train(tmp_path / 'two', **options)
+  _assert_same_run(tmp_path / 'two', tmp_path / 'one')
   lines = runs.metrics(tmp_path / 'two')[1:]
   assert [line['rollout/staleness'] for line in lines] == [0.0, 1.0, 1.0]
 
@@ -291,13 +234,12 @@ def test_hosts_collect_ahead(tmp_path, capsys, fraction):
 @pytest.mark.slow
 def test_hosts_repeat_turns_of_several_policies(tmp_path):
   """Each host swaps weights at moments of its own, and records them."""
-  first, again, steps = tmp_path / 'first', tmp_path / 'again', 4
+  first, again = tmp_path / 'first', tmp_path / 'again'
   options = {
     'rollout__turn_swaps': 'recompute',
     'rollout__steps_ahead': 1,
     'rollout__slots': 4,
     'mesh__collect_fraction': 0.5,
-    'num_steps': steps,
   }
   host_runs.train(first, **options)
   lines = runs.metrics(first)[1:]
@@ -305,26 +247,15 @@ def test_hosts_repeat_turns_of_several_policies(tmp_path):
   assert all(line['rollout/staleness_max'] <= 1 for line in lines)
   assert lines[-1]['mismatch/logprob_abs_diff'] < 1e-4
   found = set()
-  for step in range(1, steps + 1):
-    for end in ('', '-host1'):
-      text = (first / f'versions-{step:06d}{end}.json').read_text()
-      (versions,) = json.loads(text)
+  for step in (1, 2, 3):
+    for host in (0, 1):
+      versions = host_runs.versions(first, step, host)
       assert len(versions) == 8 and all(versions)
       found |= {version for row in versions for version in row}
   assert len(found) > 1
   host_runs.train(again, rollout__replay_order=first, **options)
-  ours, theirs = (
-    [
-      {k: v for k, v in line.items() if not k.startswith(_OF_HOSTS)}
-      for line in runs.repeated(folder)
-    ]
-    for folder in (again, first)
-  )
-  assert ours == theirs
-  for step in range(1, steps + 1):
-    assert host_runs.dialogues(again, step, 2) == host_runs.dialogues(
-      first, step, 2
-    )
+  assert host_runs.repeated(again) == host_runs.repeated(first)
+  host_runs.assert_same_dialogues(again, first, (1, 2, 3), counts=(2, 2))
 
 
 @pytest.mark.slow
@@ -335,7 +266,7 @@ def test_the_start_of_a_run_is_made_by_all(tmp_path, finished, start):
   if start == 'init_from':
     assert f'start: init_from={finished}, kept in {tmp_path}/two/start' in first
   assert runs.train(tmp_path / 'one', **options) == 0
-  _assert_same_run(tmp_path / 'two', tmp_path / 'one', count=2, steps=1)
+  _assert_same_run(tmp_path / 'two', tmp_path / 'one', steps=1)
 
 
 @pytest.mark.slow
@@ -354,11 +285,7 @@ def test_a_signal_on_one_host_ends_a_start_on_all(
 
   The other host is then in a program, or comes to one, that needs both.
   """
-  options = {
-    'sft__before_training': True,
-    'sft__num_steps': 51,
-    'num_steps': 1,
-  }
+  options = {'sft__before_training': True, 'sft__num_steps': 51, 'num_steps': 1}
   faults = {0: ('stop', 'printed', printed)}
   ends = host_runs.ends(host_runs.start(tmp_path, faults=faults, **options))
   assert [code for code, _ in ends] == [75, 75]
@@ -413,17 +340,20 @@ def test_a_signal_outside_of_a_run_has_its_exit_code_on_all():
 def test_a_signal_on_one_host_saves_the_same_step_on_all(
   tmp_path, finished, kind, culprit
 ):
-  run = tmp_path / 'run'
   faults = {culprit: ('stop', kind, '2')}
-  options = {'num_steps': runs.STEPS, 'checkpoint__every': 99}
-  ends = host_runs.ends(host_runs.start(run, faults=faults, **options))
+  options = {'checkpoint__every': 99}
+  ends = host_runs.ends(host_runs.start(tmp_path, faults=faults, **options))
   assert [code for code, _ in ends] == [75, 75]
   saved = 1 if kind == 'collect' else 2
   for _, text in ends:
     assert f'interrupted after step {saved}, saved' in text
-  assert [p.name for p in (run / 'checkpoints').iterdir()] == [str(saved)]
-  host_runs.train(run, **options)
-  _assert_same_run(run, finished, count=2, steps=runs.STEPS)
+  assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == [str(saved)]
+  host_runs.train(tmp_path, **options)
+  _assert_same_run(tmp_path, finished)
+
+
+def _named(host):
+  return f'host {host} ({socket.gethostname()})'
 
 
 @pytest.mark.slow
@@ -433,23 +363,16 @@ def test_a_signal_on_one_host_saves_the_same_step_on_all(
 def test_a_lost_host_ends_all_and_the_command_resumes(
   tmp_path, finished, what, kind, culprit
 ):
-  run, options = tmp_path / 'run', {'num_steps': runs.STEPS}
-  processes = host_runs.start(
-    run, faults={culprit: (what, kind, '2')}, **options
-  )
-  ends = host_runs.ends_soon(processes, culprit)
   codes = {'raise': (70, 70), 'kill': (-9, 75)}[what]
-  assert (ends[culprit][0], ends[1 - culprit][0]) == codes
-  start = f'host {culprit} ({socket.gethostname()})'
-  assert start in ends[1 - culprit][1]
-  host_runs.train(run, **options)
-  _assert_same_run(run, finished, count=2, steps=runs.STEPS)
+  ends = host_runs.faulty(tmp_path, culprit, (what, kind, '2'), codes)
+  assert _named(culprit) in ends[1 - culprit][1]
+  host_runs.train(tmp_path)
+  _assert_same_run(tmp_path, finished)
 
 
 # One of two groups of each host waits for slots, and one of five evaluation
 # questions more is on the second host.
 _TOGETHER = {
-  'num_steps': runs.STEPS,
   'rollout__span': 'slice',
   'rollout__slots': 4,
   'evaluate__num_questions': 5,
@@ -462,15 +385,7 @@ def test_hosts_that_decode_together_are_the_same_run(tmp_path, deterministic):
   options = _TOGETHER | {'rollout__deterministic': deterministic}
   host_runs.train(tmp_path / 'together', **options)
   host_runs.train(tmp_path / 'alone', **options | {'rollout__span': 'host'})
-  for step in range(1, runs.STEPS + 1):
-    ours, theirs = (
-      host_runs.dialogues(tmp_path / name, step, 2)
-      for name in ('together', 'alone')
-    )
-    assert ours == theirs
-  lines = (runs.repeated(tmp_path / name) for name in ('together', 'alone'))
-  for ours, theirs in zip(*lines):
-    _assert_same_metrics(ours, theirs)
+  _assert_same_run(tmp_path / 'together', tmp_path / 'alone', counts=(2, 2))
 
 
 @pytest.mark.slow
@@ -487,14 +402,11 @@ def test_hosts_that_decode_together_end_together(
   tmp_path, what, kind, culprit, codes
 ):
   """The other host waits for this one before a program."""
-  processes = host_runs.start(
-    tmp_path / 'run', faults={culprit: (what, kind, '2')}, **_TOGETHER
+  ends = host_runs.faulty(
+    tmp_path, culprit, (what, kind, '2'), codes, **_TOGETHER
   )
-  ends = host_runs.ends_soon(processes, culprit)
-  assert (ends[culprit][0], ends[1 - culprit][0]) == codes
-  said = f'host {culprit} ({socket.gethostname()})'
-  if what == 'stop':
-    said = 'interrupted after step 1, saved'
+  stopped = 'interrupted after step 1, saved'
+  said = stopped if what == 'stop' else _named(culprit)
   assert said in ends[1 - culprit][1]
 
 
@@ -503,13 +415,10 @@ def test_hosts_that_decode_together_end_together(
 def test_a_host_that_cannot_save_ends_all_at_once(tmp_path, finished, culprit):
   """Orbax would let the others wait for it for twenty minutes."""
   # Weights are cut over the hosts, so that both of them write.
-  options = {'num_steps': runs.STEPS, 'mesh__fsdp': 4}
-  run, faults = tmp_path / 'run', {culprit: ('fill', 'updated', '2')}
-  processes = host_runs.start(run, faults=faults, **options)
-  ends = host_runs.ends_soon(processes, culprit)
-  assert [code for code, _ in ends] == [75, 75]
+  options = {'mesh__fsdp': 4}
+  fault = 'fill', 'updated', '2'
+  ends = host_runs.faulty(tmp_path, culprit, fault, (75, 75), **options)
   assert 'step 2 could not be saved in ' in ends[culprit][1]
-  name = f'host {culprit} ({socket.gethostname()}) failed: SaveFailed'
-  assert name in ends[1 - culprit][1]
-  host_runs.train(run, **options)
-  _assert_same_run(run, finished, count=2, steps=runs.STEPS)
+  assert f'{_named(culprit)} failed: SaveFailed' in ends[1 - culprit][1]
+  host_runs.train(tmp_path, **options)
+  _assert_same_run(tmp_path, finished)

@@ -1,11 +1,7 @@
 """A run that a signal or an outage ended resumes as the same run."""
 
 import contextlib
-import json
-import resource
-import shutil
 import signal
-import time
 
 import pytest
 
@@ -20,32 +16,11 @@ from tests.training import runs
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
 
 
-# Nothing interrupts what begins at a moment, and it does not end.
-_ENDLESS = """
-import hashlib, json, os, signal, sys, threading
-from stppo_jax import __main__
-from stppo_jax.commands.flags import configuration
-from tests.training import faults
-
-def act(moment):
-  if moment == tuple(json.loads(sys.argv[1])):
-    # The main thread is stuck when it comes.
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    # What the grace seconds are for: then the process is killed.
-    threading.Timer(6, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)
-
-config = configuration.parse(sys.argv[2:-1])
-with faults.at(config, act):
-  __main__.main(['train', *sys.argv[2:]])
-"""
-
-
-def _stuck(workdir, moment, **changes):
+def _stuck(workdir, kind, number, **changes):
   """Returns the ended process of a run that is stuck when a signal comes."""
   flags = runs.flags(**changes, preemption__grace=6.0)
-  words = '-c', _ENDLESS, json.dumps(moment), *flags, f'--workdir={workdir}'
-  return processes.python(*words)
+  words = '-m', 'tests.training.one_host', 'stuck', kind, number, 'train'
+  return processes.python(*words, *flags, f'--workdir={workdir}')
 
 
 @pytest.mark.slow
@@ -54,53 +29,36 @@ def test_an_update_that_outlasts_the_grace_seconds_is_not_waited_for(
 ):
   # Its first step is not saved when the signal comes.
   options = {'checkpoint__every': 99, 'num_steps': runs.STEPS}
-  process = _stuck(tmp_path, ('updated', 2), **options)
+  process = _stuck(tmp_path, 'updated', 2, **options)
   assert process.returncode == 75
   assert 'in the updates after step 1' in process.stdout
   assert 'preemption.grace=6' in process.stdout
   assert not list((tmp_path / 'checkpoints').iterdir())
   assert _train(tmp_path, **options, preemption__grace=6.0) == 0
-  _assert_same_run(tmp_path, finished)
+  runs.assert_same_files(tmp_path, finished)
 
 
 @pytest.mark.slow
 def test_a_supervised_start_that_is_stuck_leaves_its_folder(tmp_path):
   """The folder of the run around it is free, and says how the run ended."""
   changes = {'sft__before_training': True, 'sft__num_steps': 2}
-  assert _stuck(tmp_path, ('collect', 1), **changes).returncode == 75
+  assert _stuck(tmp_path, 'collect', 1, **changes).returncode == 75
   state = run_state.read(tmp_path)
   assert (state.state, state.step) == (run_state.INTERRUPTED, 0)
   assert not (tmp_path / 'lock').exists()
 
 
-def test_a_signal_behind_the_last_step_leaves_a_finished_run(
-  finished, tmp_path, capsys
-):
-  workdir = tmp_path / 'run'
-  shutil.copytree(finished, workdir)
+def test_a_signal_behind_the_last_step_leaves_a_finished_run(run, capsys):
   stop = faults.send_at(('printed', 1), signal.SIGTERM)
   with faults.printed('done. metrics', stop):
-    assert runs.train(workdir) == 0
+    assert runs.train(run) == 0
   assert 'policy (Hugging Face format)' in capsys.readouterr().out
-  assert run_state.read(workdir).state == run_state.FINISHED
-
-
-# Only an interruption saves these runs before their last step.
-_RARELY_SAVED = {'checkpoint__every': 100}
+  assert run_state.read(run).state == run_state.FINISHED
 
 
 def _train(workdir, act=lambda moment: None, **changes):
-  """Trains; `act` is called at the moments of the run."""
-  changes = {**_RARELY_SAVED, **changes}
-  with faults.at(runs.config(**changes), act):
-    return runs.train(workdir, **changes)
-
-
-def _assert_same_run(workdir, finished):
-  """Asserts equal metrics, dialogues and weights, bit for bit."""
-  runs.assert_same_files(workdir, finished, num_steps=runs.STEPS)
-  weights = 'policy/model.safetensors'
-  assert (workdir / weights).read_bytes() == (finished / weights).read_bytes()
+  # Only an interruption saves these runs before their last step.
+  return runs.train(workdir, act, **{'checkpoint__every': 100, **changes})
 
 
 @pytest.mark.slow
@@ -131,7 +89,7 @@ def test_a_run_interrupted_anywhere_is_the_same_run(finished, tmp_path, capsys):
     assert max(names, default=0) == saved
     assert [x['step'] for x in runs.metrics(tmp_path)] == written
   assert _train(tmp_path) == 0
-  _assert_same_run(tmp_path, finished)
+  runs.assert_same_files(tmp_path, finished)
 
 
 @pytest.mark.slow
@@ -150,7 +108,7 @@ def test_no_error_loses_a_finished_step(finished, tmp_path, capsys):
     assert line.startswith(str(path)) and 'step 3 is saved' in line
     remove()
   assert _train(tmp_path) == 0
-  _assert_same_run(tmp_path, finished)
+  runs.assert_same_files(tmp_path, finished)
 
 
 @pytest.mark.slow
@@ -158,27 +116,21 @@ def test_a_save_that_fails_beside_the_loop_ends_the_run(
   finished, tmp_path, capsys
 ):
   """The disk is full from the second step on, whose save threads write."""
-  limit = resource.RLIMIT_FSIZE
-  soft, hard = resource.getrlimit(limit)
 
   def act(moment):
     if moment == ('updated', 2):
-      deadline = time.monotonic() + 60  # threads write the first checkpoint
-      while run_state.read(tmp_path).checkpoint != 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-      resource.setrlimit(limit, (1024, hard))
+      # Threads write the first checkpoint.
+      runs.wait(lambda: run_state.read(tmp_path).checkpoint == 1)
+      faults.fill_disk()
 
-  try:
+  with faults.room_in_the_end():
     assert _train(tmp_path, act, checkpoint__every=1) == 75
-  finally:
-    resource.setrlimit(limit, (soft, hard))
   said = f'step 2 could not be saved in {tmp_path}/checkpoints'
   assert said in capsys.readouterr().err
   assert run_state.read(tmp_path).checkpoint == 1
   assert __main__.main(['checkpoint', 'verify', f'--workdir={tmp_path}']) == 0
   assert _train(tmp_path, checkpoint__every=1) == 0  # there is room again
-  _assert_same_run(tmp_path, finished)
+  runs.assert_same_files(tmp_path, finished)
 
 
 @pytest.mark.slow
@@ -215,8 +167,8 @@ def test_an_interrupted_start_goes_on(tmp_path, capsys):
   assert _train(workdir, **changes) == 0
   assert not (policy / 'rest').exists() and not partial.exists()
   assert _train(other, **changes) == 0
-  for name in ('start/policy/model.safetensors', 'policy/model.safetensors'):
-    assert (workdir / name).read_bytes() == (other / name).read_bytes()
+  for name in ('start', '.'):
+    assert runs.weights(workdir / name) == runs.weights(other / name)
 
 
 @pytest.mark.slow
@@ -230,7 +182,7 @@ def test_a_step_in_an_outage_is_collected_again(finished, tmp_path, capsys):
   assert _train(tmp_path, act) == 0
   assert sum(collections) == runs.STEPS + 2
   assert capsys.readouterr().out.count('failed 12 of 16 trajectories') == 2
-  _assert_same_run(tmp_path, finished)
+  runs.assert_same_files(tmp_path, finished)
 
 
 @pytest.mark.slow
@@ -247,10 +199,10 @@ def test_refilled_rows_are_those_of_a_run_without_failures(
   assert [line.pop(name, 0) for line in lines] == [0, 0, 8, 0]
   assert [line.pop(name, 0) for line in expected] == [0, 0, 0, 0]
   assert lines == expected
-  weights = 'policy/model.safetensors'
-  assert (tmp_path / weights).read_bytes() == (finished / weights).read_bytes()
+  assert runs.weights(tmp_path) == runs.weights(finished)
 
 
+@pytest.mark.slow
 def test_a_few_failures_are_no_outage(tmp_path, capsys):
   changes = {
     'num_steps': 1,
@@ -303,7 +255,7 @@ def test_an_outage_that_lasts_saves_and_ends_the_run(
   assert line.startswith('step 2: ') and '16 of 16 trajectories' in line
   assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['1']
   assert _train(tmp_path) == 0
-  _assert_same_run(tmp_path, finished)
+  runs.assert_same_files(tmp_path, finished)
 
 
 def test_another_config_is_refused_before_any_request(finished, capsys):

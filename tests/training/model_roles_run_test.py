@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from stppo_jax import __main__
 from stppo_jax.learner import value_training
 from stppo_jax.models.hf import load
 from stppo_jax.parallel import memory
@@ -18,12 +17,6 @@ from tests.training import faults
 from tests.training import runs
 
 _STEPS = 2
-_LORA = {
-  'model__lora__rank': 2,
-  'model__lora__targets': '(q|o|up)_proj',
-  'policy_optimizer__learning_rate': 0.01,
-  'policy_optimizer__warmup_updates': 0,
-}
 _SHARED = {'model__value_backbone': 'shared'}
 
 
@@ -31,16 +24,14 @@ def _changes(changes):
   return changes | {'num_steps': _STEPS, 'evaluate__every': 0}
 
 
-def _train(workdir, changes):
-  flags = runs.flags(**_changes(changes))
-  return __main__.main(['train', *flags, f'--workdir={workdir}'])
+def _train(workdir, changes, act=None):
+  return runs.train(workdir, act, **_changes(changes))
 
 
 def _cut_train(workdir, changes):
   """Trains the same run, interrupted in its first step and resumed."""
   send = faults.send_at(('updated', 1), signal.SIGTERM)
-  with faults.at(runs.config(**_changes(changes)), send):
-    assert _train(workdir, changes) == 75
+  assert _train(workdir, changes, send) == 75
   assert len(runs.metrics(workdir)) == 1
   assert _train(workdir, changes) == 0
 
@@ -75,33 +66,24 @@ def _size(x):
   return np.abs(np.asarray(x)).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'changes',
   [
-    pytest.param(_LORA, marks=pytest.mark.slow, id='adapters'),
-    pytest.param(_SHARED, marks=pytest.mark.slow, id='shared'),
-    pytest.param(
-      _LORA | _SHARED | {'mesh__fsdp': 2, 'rollout__tensor': 2},
-      marks=pytest.mark.slow,
-      id='both, cut over devices',
-    ),
-    pytest.param(
-      _LORA | {'rollout__steps_ahead': 1}, marks=pytest.mark.slow, id='ahead'
-    ),
-    pytest.param(
-      {'model__value_path': str(runs.REPO / 'assets' / 'quickstart')},
-      marks=pytest.mark.slow,
-      id='another value model',
-    ),
+    runs.LORA,
+    _SHARED,
+    runs.LORA | _SHARED | {'mesh__fsdp': 2, 'rollout__tensor': 2},
+    runs.LORA | {'rollout__steps_ahead': 1},
+    {'model__value_path': str(runs.REPO / 'assets' / 'quickstart')},
   ],
+  ids=['adapters', 'shared', 'both, cut', 'ahead', 'another value model'],
 )
 def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path):
   whole, cut = tmp_path / 'whole', tmp_path / 'cut'
   assert _train(whole, changes) == 0
   _cut_train(cut, changes)
   assert runs.repeated(cut) == runs.repeated(whole)
-  weights = 'policy/model.safetensors'
-  assert (cut / weights).read_bytes() == (whole / weights).read_bytes()
+  assert runs.weights(cut) == runs.weights(whole)
 
   shared = 'model__value_backbone' in changes
   lines = runs.metrics(whole)
@@ -139,7 +121,7 @@ def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path):
 def test_it_does_not_matter_whether_the_base_is_gathered_once(
   tmp_path, monkeypatch
 ):
-  changes = _LORA | {'mesh__fsdp': 4, 'updates__microbatch_size': 8}
+  changes = runs.LORA | {'mesh__fsdp': 4, 'updates__microbatch_size': 8}
   assert _train(tmp_path / 'once', changes) == 0
   monkeypatch.setattr(memory, 'leaves_room', lambda mesh, size: False)
   assert _train(tmp_path / 'often', changes) == 0
@@ -151,7 +133,7 @@ def test_it_does_not_matter_whether_the_base_is_gathered_once(
 
 @pytest.mark.slow
 def test_another_base_is_refused(tmp_path):
-  learner = _learner(_LORA)
+  learner = _learner(runs.LORA)
   start = learner.start()
   checkpoints = checkpoint.Checkpointer(tmp_path)
   _save(learner, checkpoints, 3, start, {'a': 1})
@@ -168,28 +150,13 @@ def test_another_base_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_frozen_weights_have_the_dtype_of_the_computation(tmp_path):
+def test_frozen_weights_have_the_dtype_of_the_computation():
   changes = {'model__dtype': 'bfloat16'}
   kinds = lambda tree: {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
   assert kinds(_learner(changes).reference()) == {'bfloat16'}
-  learner = _learner(changes | _LORA)
+  learner = _learner(changes | runs.LORA)
   start = learner.start()
   assert kinds(start.frozen) == {'bfloat16'}
   assert kinds((start.policy.params, start.value.params)) == {'float32'}
   adapted = learner.merged_params(start.params)['layers']['q_proj']['kernel']
   assert adapted.dtype == np.float32
-  # A later process makes the same base.
-  checkpoints = checkpoint.Checkpointer(tmp_path)
-  _save(learner, checkpoints, 3, start, {})
-  checkpoints.close()
-  checkpoints = checkpoint.Checkpointer(tmp_path, read_only=True)
-  step, restored, trained = checkpoint_state.policy_params(
-    checkpoints, learner, step=None
-  )
-  checkpoints.close()
-  assert step == 3
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    (restored, trained),
-    (learner.merged_params(start.params), start.policy.params),
-  )

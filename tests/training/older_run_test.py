@@ -1,7 +1,6 @@
 """A run that an earlier version has begun goes on as it would have there."""
 
 import json
-import shutil
 import tarfile
 
 import pytest
@@ -12,6 +11,9 @@ from tests.golden import make_run_of_0_2 as recorded
 from tests.training import runs
 
 
+# In `make test`, run_record_test.py has the config of such a run, and
+# starts_test.py its folder.
+@pytest.mark.slow
 def test_a_run_of_0_2_goes_on(tmp_path, monkeypatch):
   with tarfile.open(recorded.ARCHIVE) as archive:
     archive.extractall(tmp_path, filter='data')
@@ -39,14 +41,10 @@ def test_a_run_of_0_2_goes_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_whose_prompts_had_no_bos_keeps_them(
-  finished, tmp_path, monkeypatch, capsys
-):
-  workdir = tmp_path / 'run'
-  shutil.copytree(finished, workdir)
-  record = json.loads((workdir / 'config.json').read_text())
+def test_a_run_whose_prompts_had_no_bos_keeps_them(run, monkeypatch, capsys):
+  record = json.loads((run / 'config.json').read_text())
   del record['prompt']
-  (workdir / 'config.json').write_text(json.dumps(record))
+  (run / 'config.json').write_text(json.dumps(record))
   # As with the tokenizer of a base model of Llama.
   monkeypatch.setattr(
     chat_template.Prompts,
@@ -54,13 +52,11 @@ def test_a_run_whose_prompts_had_no_bos_keeps_them(
     property(lambda prompts: prompts._options.bos == 'auto'),
   )
   command = ['train', *runs.flags(num_steps=runs.STEPS)]
-  train = lambda *flags: __main__.main(
-    [*command, f'--workdir={workdir}', *flags]
-  )
+  train = lambda *flags: __main__.main([*command, f'--workdir={run}', *flags])
   assert train() == 2
   (line,) = capsys.readouterr().err.splitlines()[-1:]
   assert line.startswith('prompt.bos=auto: would put a bos_token before ')
-  assert f'the run in {workdir} was begun by' in line
+  assert f'the run in {run} was begun by' in line
   *_, bos, allow = line.split()
   assert train(bos, allow) == 0
   assert train(bos) == 0

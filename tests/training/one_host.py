@@ -1,60 +1,82 @@
-"""One host of a run, as a process in which something goes wrong.
+"""One process of a run, in which something goes wrong.
 
     python -m tests.training.one_host WHAT KIND NUMBER train FLAGS
 
 At a moment of the run, see `faults`, the process raises an error, kills itself,
-sends itself SIGTERM, loses its retriever, sleeps, or has a full disk from then
-on.
-It is one of two hosts, each of which collects half of a step, or the only one
-that collects.
+sends itself SIGTERM, is stuck, loses its retriever, sleeps, or has a full disk
+from then on.
+It collects a whole step, or half of a step as one of two hosts.
 
     python -m tests.training.one_host WHAT printed TEXT train FLAGS
 
-does so once it has printed a text.
+does so once it has printed a text, and
+
+    python -m tests.training.one_host WHAT EVENT NAME train FLAGS
+
+when Python is about to do something with a file or folder: EVENT is the name of
+an audit event, such as os.mkdir, and NAME the last part of the path.
 """
 
 import functools
+import hashlib
 import os
-import resource
 import signal
 import sys
+import threading
 import time
 
 from stppo_jax import __main__
+from stppo_jax.commands.flags import configuration
 from stppo_jax.retrieval import protocol
 from tests.training import faults
-from tests.training import runs
 
 
-def _fill_disk():
-  """Lets this process write no file beyond a few bytes."""
-  _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+def _lose_retriever():
+  raise protocol.RetrieverUnreachable('not ready within 60 s')
 
 
-def _lose_retriever_at(moment):
-  def act(now):
-    if now == moment:
-      raise protocol.RetrieverUnreachable('not ready within 60 s')
+def _crash():
+  raise faults.Crash('a bug, or a power cut')
 
-  return act
+
+def _be_stuck():
+  """Begins what nothing interrupts, and what does not end."""
+  # The main thread is stuck when it comes.
+  threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+  # What the grace seconds are for: then the process is killed.
+  threading.Timer(6, os.kill, (os.getpid(), signal.SIGKILL)).start()
+  hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)
+
+
+_FAULTS = {
+  'raise': _crash,
+  'kill': functools.partial(signal.raise_signal, signal.SIGKILL),
+  'stop': lambda: os.kill(os.getpid(), signal.SIGTERM),
+  'stuck': _be_stuck,
+  'outage': _lose_retriever,
+  'sleep': functools.partial(time.sleep, 3.0),
+  'fill': faults.fill_disk,
+}
 
 
 def main(what: str, kind: str, number: str, *argv: str) -> int:
-  act = {
-    'raise': faults.crash_at,
-    'kill': functools.partial(faults.send_at, number=signal.SIGKILL),
-    'stop': functools.partial(faults.send_at, number=signal.SIGTERM),
-    'outage': _lose_retriever_at,
-    'sleep': lambda moment: lambda now: time.sleep(3.0 * (now == moment)),
-    'fill': lambda moment: lambda now: _fill_disk() if now == moment else None,
-  }[what]
+  def act(moment):
+    if moment == (kind, int(number) if number.isdigit() else number):
+      _FAULTS[what]()
+
   if kind == 'printed':
-    with faults.printed(number, act((kind, 1))):
+    with faults.printed(number, lambda moment: _FAULTS[what]()):
       return __main__.main(argv)
-  collectors = [flag for flag in argv if 'mesh.collectors' in flag]
-  num_hosts = 1 if collectors else 2
-  with faults.at(runs.config(), act((kind, int(number))), num_hosts=num_hosts):
+  if '.' in kind:
+    sys.addaudithook(
+      lambda event, args: (
+        event == kind and act((event, os.path.basename(str(args[0]))))
+      )
+    )
+  joined = ' '.join(argv)
+  is_half = '--num_processes' in joined and 'mesh.collectors' not in joined
+  config = configuration.parse([x for x in argv if x.startswith('--config')])
+  with faults.at(config, act, num_hosts=1 + is_half):
     return __main__.main(argv)
 
 

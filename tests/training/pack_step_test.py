@@ -8,6 +8,7 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.training import build
 from stppo_jax.workdir import agreement
 from tests.training import runs
+from tests.workdir import two_hosts
 
 _WEIGHT = 10.0
 _METRIC = 'information_gain/not_finite'
@@ -29,22 +30,6 @@ class _Learner:
     del state
     rows = len(probes.lengths_B) // len(self._probabilities)
     return np.log(np.tile(self._probabilities, rows))
-
-
-class _Hosts(hosts_lib.Hosts):
-  """Two hosts; the other one says what `theirs` has, or the same."""
-
-  def __init__(self, **theirs):
-    super().__init__(names=('a', 'b'))
-    self.heard = []
-    self._theirs = theirs
-
-  def exchange(self, what, value, *, timeout=None):
-    del timeout
-    self.heard.append(what)
-    if callable(theirs := self._theirs.get(what, value)):
-      theirs = theirs(value)
-    return [value, theirs]
 
 
 def _trajectory(*golden):
@@ -84,7 +69,7 @@ def test_gains_that_are_not_finite_are_counted_and_no_rewards(
   assert metrics == {_METRIC: lost}
 
 
-@pytest.mark.parametrize('hosts', [hosts_lib.ALONE, _Hosts()])
+@pytest.mark.parametrize('hosts', [hosts_lib.ALONE, two_hosts.TwoHosts()])
 def test_a_step_without_golden_answers_asks_nothing(hosts):
   batch, metrics = _pack([_trajectory()], learner=None, hosts=hosts)
   assert not batch.rewards_BL.any()
@@ -92,11 +77,13 @@ def test_a_step_without_golden_answers_asks_nothing(hosts):
 
 
 def test_a_host_without_a_probe_asks_with_the_others():
-  hosts = _Hosts(probes=True, rows=lambda mine: mine | {'length': 9})
+  hosts = two_hosts.TwoHosts(
+    probes=True, rows=lambda mine: mine | {'length': 9}
+  )
   batch, _ = _pack([_trajectory()], _Learner(0.1, 0.5, 0.9), hosts)
   assert not batch.rewards_BL.any()
   # The shapes are compared before the first program, and before the second.
-  assert hosts.heard == [
+  assert [what for what, _, _ in hosts.heard] == [
     *('rows', 'program', 'probes', 'rows', 'program', 'gains')
   ]
 
@@ -107,6 +94,6 @@ def test_hosts_compare_the_shapes_of_their_probes():
       return mine
     return mine | {'the part of tokens_BL': 'int32[3, 64]'}
 
-  hosts = _Hosts(program=other_tokens)
+  hosts = two_hosts.TwoHosts(program=other_tokens)
   with pytest.raises(agreement.HostsDiffer, match='tokens_BL differs'):
     _pack([_trajectory('Paris')], learner=None, hosts=hosts)

@@ -1,6 +1,5 @@
 """Runs on pairs learn, resume bit for bit, and export a policy."""
 
-import json
 import math
 import signal
 
@@ -55,11 +54,6 @@ def whole(file, tmp_path_factory):
   return folder
 
 
-def _lines(folder):
-  """Returns the lines of metrics without times."""
-  return runs.repeated(folder)
-
-
 def _interrupted_at(update):
   """Returns a context in which a run ends when that update is written."""
   stop = faults.send_at(('printed', 1), signal.SIGTERM)
@@ -95,9 +89,8 @@ def test_an_interrupted_run_resumes_as_the_same_run(
   with open(tmp_path / 'metrics.jsonl', 'a', encoding='utf-8') as lines:
     lines.write('{"step": 4}\n')
   assert preference.prefer(runs.config(**_SMALL), file, tmp_path) == 0
-  assert _lines(tmp_path) == _lines(whole)
-  exported = 'policy/model.safetensors'
-  assert (tmp_path / exported).read_bytes() == (whole / exported).read_bytes()
+  assert runs.repeated(tmp_path) == runs.repeated(whole)
+  assert runs.weights(tmp_path) == runs.weights(whole)
 
 
 @pytest.mark.slow
@@ -114,8 +107,7 @@ def test_adapters_alone_learn_beside_the_reference(file, tmp_path):
   for name in ('preferred/kl', 'dispreferred/kl', 'margin'):
     assert first[f'preference/{name}'] == pytest.approx(0, abs=1e-6)
   assert last['preference/margin'] > 0.01
-  manifest = tmp_path / 'checkpoints' / '6' / 'manifest' / 'metadata'
-  leaves = json.loads(manifest.read_text())['leaves']
+  leaves = runs.leaves(tmp_path, 6)
   adapters = [name for name in leaves if name.startswith('params.')]
   assert adapters == [
     f'params.layers.{layer}.{leaf}'
@@ -125,29 +117,31 @@ def test_adapters_alone_learn_beside_the_reference(file, tmp_path):
 
 
 def test_another_file_or_config_is_another_run(file, whole, tmp_path):
-  before = _lines(whole)
+  before = runs.repeated(whole)
   other = _write(tmp_path / 'other.npz', seed=1)
   with pytest.raises(run_record.OtherRun, match='^batch_sha256='):
     preference.prefer(runs.config(**_SMALL), other, whole)
   changed = runs.config(**_SMALL, preference__beta=0.2)
   with pytest.raises(run_record.OtherRun, match=r'^preference\.beta=0\.2'):
     preference.prefer(changed, file, whole)
-  assert _lines(whole) == before
+  assert runs.repeated(whole) == before
 
 
 @pytest.mark.parametrize(
-  ('batch', 'microbatch', 'expected'),
+  ('sizes', 'expected'),
   [
-    (12, 0, r'^preference\.batch_size=12: must be a multiple of the 8 devices'),
-    (16, 4, r'^preference\.microbatch_size=4: must be a multiple of the 8 dev'),
+    ({'batch_size': 12}, 'batch_size=12: must be a multiple of the 8 devices'),
+    (
+      {'microbatch_size': 4},
+      'microbatch_size=4: must be a multiple of the 8 d',
+    ),
   ],
 )
-def test_batch_sizes_must_fit_the_devices(
-  file, tmp_path, batch, microbatch, expected
-):
-  sizes = {'batch_size': batch, 'microbatch_size': microbatch}
-  changes = {f'preference__{key}': size for key, size in sizes.items()}
-  with pytest.raises(exits.Misconfigured, match=expected):
+def test_batch_sizes_must_fit_the_devices(file, tmp_path, sizes, expected):
+  changes = {'preference__batch_size': 16} | {
+    f'preference__{key}': size for key, size in sizes.items()
+  }
+  with pytest.raises(exits.Misconfigured, match=rf'^preference\.{expected}'):
     preference.prefer(runs.config(**{**_SMALL, **changes}), file, tmp_path)
   assert not (tmp_path / 'config.json').exists()
 

@@ -1,4 +1,4 @@
-"""Runs that collect ahead: their staleness, and their interruptions.
+"""Runs that collect ahead, and their interruptions.
 
 They use one device, where steps are collected on another thread.
 """
@@ -11,13 +11,10 @@ import signal
 import threading
 
 import jax
-import numpy as np
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.retrieval import protocol
-from stppo_jax.training import checkpoint_state
 from tests.training import faults
 from tests.training import runs
 
@@ -50,10 +47,7 @@ def _changes(steps_ahead, changes):
 
 
 def _train(workdir, steps_ahead=1, act=lambda moment: None, **changes):
-  """Trains; `act` is called at the moments of the run."""
-  changes = _changes(steps_ahead, changes)
-  with faults.at(runs.config(**changes), act):
-    return runs.train(workdir, **changes)
+  return runs.train(workdir, act, **_changes(steps_ahead, changes))
 
 
 @pytest.fixture(scope='module')
@@ -69,42 +63,15 @@ def finished(tmp_path_factory):
   return make
 
 
-def _newest(workdir, steps_ahead):
-  """Returns step and leaves of the newest checkpoint, as numpy arrays."""
-  learner = runs.learner(runs.config(rollout__steps_ahead=steps_ahead))
-  saved = checkpoint.Checkpointer(workdir, read_only=True)
-  found = saved.restore_latest(
-    checkpoint_state.abstract_state(learner, learner.start())
-  )
-  saved.close()
-  step, state, _ = found
-  return step, jax.device_get(state)
-
-
 def _saved_step(workdir):
   return max(int(path.name) for path in (workdir / 'checkpoints').iterdir())
 
 
 def _assert_same_run(workdir, expected, steps_ahead=1):
-  """Asserts equal states, metrics and dialogues, bit for bit."""
   runs.assert_same_files(workdir, expected, num_steps=_STEPS)
-  (step, ours), (_, theirs) = (
-    _newest(folder, steps_ahead) for folder in (workdir, expected)
-  )
-  assert step == _STEPS and len(ours.published) == steps_ahead
-  jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-
-
-@pytest.mark.slow
-def test_staleness_is_the_number_of_steps_ahead(finished):
-  lines = runs.metrics(finished(1))[1:]
-  assert [line['rollout/staleness'] for line in lines] == [0.0] + [1.0] * 4
-  # Engine and trainer are compared at the weights that sampled.
-  assert max(line['mismatch/logprob_abs_diff'] for line in lines) < 1e-4
-  assert all(line['timing_s/collect'] > 0 for line in lines)
-  assert all(line['mismatch/truncation'] == 0 for line in lines)
-  # The first minibatch is away from them already: the policy has moved.
-  assert all(line['ratio/token/max'] > 1 + 1e-5 for line in lines[1:])
+  leaves = runs.leaves(workdir, _STEPS)
+  count = lambda start: sum(name.startswith(start) for name in leaves)
+  assert count('published.') == steps_ahead * count('policy.params.') > 0
 
 
 @pytest.mark.slow
@@ -133,27 +100,6 @@ def test_a_device_that_only_collects_makes_the_same_run(finished, tmp_path):
   pairs = zip(runs.repeated(tmp_path), runs.repeated(finished(1))[1:])
   for ours, theirs in pairs:
     assert ours == {name: theirs[name] for name in ours}
-
-
-@pytest.mark.slow
-def test_in_between_it_is_the_same_run_as_in_the_background(tmp_path):
-  """Two devices learn, and collect too, or two others do it beside them."""
-  lines, dialogues, main = [], [], threading.main_thread()
-  for places, fraction in (((0, 1), 0.0), ((0, 1, 2, 3), 0.5)):
-    threads, folder = set(), tmp_path / f'{len(places)}'
-
-    def act(moment):
-      if moment[0] == 'collect':
-        threads.add(threading.current_thread())
-
-    changes = {'mesh__collect_fraction': fraction, 'evaluate__every': 0}
-    with _devices(*places):
-      assert _train(folder, act=act, num_steps=3, **changes) == 0
-    assert (threads == {main}) if not fraction else (main not in threads)
-    lines.append(runs.repeated(folder))
-    dialogues.append([runs.trajectories(folder, step) for step in (1, 2, 3)])
-  assert lines[0] == lines[1] and len(lines[0]) == 3
-  assert dialogues[0] == dialogues[1]
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from stppo_jax.training import components
 from stppo_jax.training import model_files
 from tests.models import tiny
 from tests.sampling.remote import model_server
-from tests.training import faults
 from tests.training import runs
 
 
@@ -53,8 +52,7 @@ def test_weights_that_cannot_be_published_end_a_saved_run(
 
   with _served() as changes:
     changes |= {'checkpoint__every': 100, 'evaluate__every': 0}
-    with faults.at(runs.config(**changes), act):
-      assert runs.train(workdir, **changes) == 75
+    assert runs.train(workdir, act, **changes) == 75
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f'{temporary}/stppo_jax-weights-')
     assert 'step 2 is saved' in line

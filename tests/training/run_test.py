@@ -2,11 +2,8 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
-import subprocess
-import sys
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -21,21 +18,14 @@ from stppo_jax.parallel import voting
 from stppo_jax.training import claim
 from stppo_jax.training import run as run_lib
 from stppo_jax.workdir import run_folder
+from tests.training import faults
 from tests.training import runs
-
-_HOLD = """
-import pathlib, sys
-from stppo_jax.workdir import lock
-with lock.held(pathlib.Path(sys.argv[1])):
-  print('held', flush=True)
-  sys.stdin.read()
-"""
+from tests.workdir import holders
+from tests.workdir import two_hosts
 
 
-@pytest.fixture
-def run(finished, tmp_path):
-  """Returns a copy of the folder of a finished run."""
-  return shutil.copytree(finished, tmp_path / 'run')
+def _claimed(workdir, hosts=hosts_lib.ALONE):
+  return claim.claimed(runs.config(), workdir, hosts=hosts)
 
 
 def _files(folder):
@@ -48,24 +38,17 @@ def _evaluate(workdir):
 
 
 def test_a_second_run_waits_for_the_first(run, capsys):
-  holder = subprocess.Popen(
-    [sys.executable, '-c', _HOLD, str(run)],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  try:
-    assert holder.stdout.readline() == 'held\n'
+  metrics = (run / 'metrics.jsonl').read_bytes()
+  with holders.started(run) as holder:
     before = _files(run)
     assert runs.train(run) == 75
     assert f'process {holder.pid} on host ' in capsys.readouterr().err
     assert _files(run) == before
-  finally:
-    holder.kill()
-    holder.communicate()
   assert runs.train(run) == 0
   assert f'process {holder.pid} on host ' in capsys.readouterr().out
   assert not (run / 'lock').exists()
+  # The run was finished: there is nothing to do.
+  assert (run / 'metrics.jsonl').read_bytes() == metrics
 
 
 def test_missing_checkpoints_erase_nothing(run, capsys):
@@ -79,8 +62,9 @@ def test_missing_checkpoints_erase_nothing(run, capsys):
       (line,) = capsys.readouterr().err.splitlines()
       assert f'{run}/checkpoints' in line and '--restart' in line
     assert _files(run) == before
-  # Another number of steps, and even another seed: it is another run.
-  flags = runs.flags(num_steps=1, evaluate__every=0, seed=5)
+  # Another number of steps, and even another algorithm: it is another run.
+  changes = {'num_steps': 1, 'evaluate__every': 0}
+  flags = runs.flags(**changes, algorithm__bounds__clip_low=0.1)
   command = ['train', *flags, f'--workdir={run}', '--restart']
   assert __main__.main(command) == 0
   aside = run / 'aside-1'
@@ -92,11 +76,10 @@ def test_missing_checkpoints_erase_nothing(run, capsys):
   assert run_folder.read(run).run_id != run_folder.read(aside).run_id
 
 
-@pytest.mark.parametrize('left', [b'', b'{"step": 3, "a'])
-def test_a_lost_line_of_metrics_is_written_again(run, left, capsys):
+def test_a_lost_line_of_metrics_is_written_again(run, capsys):
   written = (run / 'metrics.jsonl').read_bytes()
   *lines, _ = written.splitlines(keepends=True)
-  (run / 'metrics.jsonl').write_bytes(b''.join(lines) + left)
+  (run / 'metrics.jsonl').write_bytes(b''.join(lines) + b'{"step": 3, "a')
   assert runs.train(run) == 0
   assert (run / 'metrics.jsonl').read_bytes() == written
   assert 'the line of step 3 was missing in' in capsys.readouterr().out
@@ -133,40 +116,19 @@ def test_a_checkpoint_of_another_run_is_not_loaded(run, capsys, field):
 def test_a_folder_on_a_full_disk_is_one_line(tmp_path):
   workdir = tmp_path / 'run'
   workdir.mkdir()
-  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-  try:
-    with pytest.raises(exits.Misconfigured) as caught:
-      with claim.claimed(runs.config(), workdir):
-        pytest.fail('went on')
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  with faults.room_in_the_end():
+    faults.fill_disk(0)
+    with pytest.raises(exits.Misconfigured) as caught, _claimed(workdir):
+      pytest.fail('went on')
   assert str(caught.value) == f'{workdir}: File too large'
   assert os.listdir(workdir) == []  # not even a lock that names nobody
 
 
 def test_a_run_that_has_ended_is_not_interrupted(tmp_path):
   hosts = hosts_lib.Hosts()
-  with claim.claimed(runs.config(), tmp_path, hosts=hosts):
+  with _claimed(tmp_path, hosts):
     interrupts = hosts.on_stop
   assert hosts.on_stop != interrupts
-
-
-class _Two(hosts_lib.Hosts):
-  """The first of two hosts; the second one says what it is told to say."""
-
-  def __init__(self):
-    super().__init__(0, ['a', 'b'])
-    self.vote, self.votes = {}, []
-
-  def exchange(self, what, value, *, timeout=None):
-    if what != 'vote':
-      return [value, value]
-    self.votes.append((value, timeout))
-    return [value, self.vote]
-
-
-_NO_STATE = state_lib.TrainState(policy=None, value=None)
 
 
 class _Checkpoints:
@@ -182,29 +144,22 @@ class _Checkpoints:
     self.saved.append(step)
 
 
-def _claimed(workdir, hosts=hosts_lib.ALONE):
-  return claim.claimed(runs.config(), workdir, hosts=hosts)
-
-
-def _open(folder, checkpoints):
-  return run_lib.Run.open(
-    runs.config(), folder, _NO_STATE, checkpoints, None, num_steps=3
-  )
-
-
 def test_a_host_does_not_save_alone_what_others_have_not_resumed(tmp_path):
-  checkpoints, hosts = _Checkpoints(), _Two()
+  checkpoints, hosts = _Checkpoints(), two_hosts.TwoHosts(vote={})
+  state = state_lib.TrainState(policy=None, value=None)
   with _claimed(tmp_path, hosts) as folder:
-    hosts.vote = {'interrupted': 75}
-    with _open(folder, checkpoints):
+    hosts.theirs['vote'] = {'interrupted': 75}
+    with run_lib.Run.open(
+      runs.config(), folder, state, checkpoints, None, num_steps=3
+    ):
       pytest.fail('went on')
   assert folder.exit_code == 75 and checkpoints.saved == []
 
 
 def test_hosts_that_wait_for_each_other_finish_before_they_leave(tmp_path):
-  hosts, done = _Two(), []
+  hosts, done = two_hosts.TwoHosts(vote={}), []
   with _claimed(tmp_path, hosts) as folder:
-    hosts.votes.clear()
+    hosts.heard.clear()
     with folder.collective_section():
       with folder.interruptible():
         done.append('a part')
@@ -213,19 +168,22 @@ def test_hosts_that_wait_for_each_other_finish_before_they_leave(tmp_path):
     pytest.fail('went on')
   assert done == ['a part', 'all'] and folder.exit_code == 75
   # The last vote has no timeout: the others finish the body, too.
-  assert hosts.votes == [({}, None), ({'interrupted': 75}, None)]
+  assert hosts.heard == [
+    ('vote', {}, None),
+    ('vote', {'interrupted': 75}, None),
+  ]
 
 
 def test_hosts_that_wait_for_each_other_abandon_parts(tmp_path):
-  hosts = _Two()
+  hosts = two_hosts.TwoHosts(vote={})
   with _claimed(tmp_path, hosts) as folder:
-    hosts.votes.clear()
+    hosts.heard.clear()
     with folder.collective_section():
       with folder.interruptible():
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail('went on')
   assert folder.exit_code == 75
-  assert hosts.votes == [({'interrupted': 75}, voting.PATIENCE)]
+  assert hosts.heard == [('vote', {'interrupted': 75}, voting.PATIENCE)]
 
 
 def test_a_host_alone_abandons_its_start_at_once(tmp_path):
@@ -239,8 +197,7 @@ def test_a_host_alone_abandons_its_start_at_once(tmp_path):
 
 
 def test_a_signal_before_the_folder_is_claimed_is_the_callers(tmp_path):
-  hosts = _Two()
-  hosts.vote = {'interrupted': 130}
+  hosts = two_hosts.TwoHosts(vote={'interrupted': 130})
   with pytest.raises(interruption.Interrupted) as caught:
     with _claimed(tmp_path / 'run', hosts):
       pytest.fail('went on')
@@ -250,45 +207,27 @@ def test_a_signal_before_the_folder_is_claimed_is_the_callers(tmp_path):
 
 @pytest.fixture
 def own_cache(monkeypatch):
-  """Leaves it to a run where compiled programs are kept, and counts misses."""
+  """Leaves it to a run where compiled programs are kept."""
   before = jax.config.jax_compilation_cache_dir
   monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR')
   jax.config.update('jax_compilation_cache_dir', None)
   compilation_cache.reset_cache()
-  events = []
-
-  def listen(event, **details):
-    del details
-    events.append(event.removeprefix('/jax/compilation_cache/'))
-
-  jax.monitoring.register_event_listener(listen)
-
-  def misses():
-    wanted = events.count('compile_requests_use_cache')
-    missed = wanted - events.count('cache_hits')
-    events.clear()
-    return wanted, missed
-
-  yield misses
-  jax.monitoring.unregister_event_listener(listen)
+  yield
   jax.config.update('jax_compilation_cache_dir', before)
   compilation_cache.reset_cache()
 
 
 @pytest.mark.slow
-def test_a_resumed_run_compiles_nothing_again(tmp_path, own_cache):
-  compiled = []
+@pytest.mark.usefixtures('own_cache')
+def test_a_resumed_run_compiles_nothing_again(tmp_path):
+  compiled = []  # the programs that were ever compiled, after each start
   for num_steps in (1, 2, 3):
     jax.clear_caches()  # as a new process does
-    own_cache()
-    assert runs.train(tmp_path / 'run', num_steps=num_steps) == 0
-    compiled.append(own_cache())
-  assert any((tmp_path / 'run' / 'compiled').iterdir())
-  (first, missed), (_, more), (wanted, none) = compiled
-  assert missed > first / 2 and wanted > first / 2
+    assert runs.train(tmp_path, num_steps=num_steps) == 0
+    compiled.append(set(os.listdir(tmp_path / 'compiled')))
+  first, second, third = compiled
   # The second start restores a checkpoint, for which it has a few programs.
-  assert more < missed / 4 and none == 0
-  before = set(os.listdir(tmp_path / 'run' / 'compiled'))
-  flags = [*runs.flags(num_steps=1), f'--workdir={tmp_path / "run"}']
-  assert __main__.main(['train', *flags, '--restart']) == 0
-  assert before <= set(os.listdir(tmp_path / 'run' / 'compiled'))
+  assert 0 < len(second - first) < len(first) / 4 and third == second
+  flags = [*runs.flags(num_steps=1), f'--workdir={tmp_path}', '--restart']
+  assert __main__.main(['train', *flags]) == 0
+  assert third <= set(os.listdir(tmp_path / 'compiled'))

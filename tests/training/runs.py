@@ -3,11 +3,12 @@
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, IO
 
 from ml_collections import config_dict
 import numpy as np
@@ -20,9 +21,11 @@ from stppo_jax.models import config as model_config
 from stppo_jax.rollout import pack
 from stppo_jax.training import components
 from stppo_jax.training import model_files
+from tests.training import faults
 
 STEPS = 3  # of the runs of `train`
 REPO = pathlib.Path(__file__).resolve().parents[2]
+_ONE_HOST = 'tests.training.one_host'
 OF_THE_CLOCK = ('timing_s/', 'perf/', 'goodput/', 'retrieval/latency')
 _TINY: dict[str, Any] = {
   'num_steps': 4,
@@ -53,6 +56,21 @@ _TINY: dict[str, Any] = {
   'checkpoint.every': 1,
   # A program of its own, which few tests need.
   'writer.token_details': 0,
+}
+
+# Adapters, and a mixture of experts.
+LORA = {
+  'model__lora__rank': 2,
+  'model__lora__targets': '(q|o|up)_proj',
+  'policy_optimizer__learning_rate': 0.01,
+  'policy_optimizer__warmup_updates': 0,
+}
+EXPERTS = {
+  'model__qkv_bias': False,
+  'model__qk_norm': True,
+  'model__num_experts': 4,
+  'model__num_experts_per_tok': 2,
+  'model__moe_intermediate_size': 8,
 }
 
 
@@ -115,20 +133,33 @@ def packed() -> batch_lib.TokenBatch:
   )
 
 
-def train(workdir: pathlib.Path, **changes) -> int:
-  """Runs the command `train` in this process and returns its exit code."""
-  command = ['train', *flags(**{'num_steps': STEPS, **changes})]
-  return __main__.main([*command, f'--workdir={workdir}'])
+def train(workdir: pathlib.Path | str, act=None, **changes) -> int:
+  """Runs the command `train` in this process and returns its exit code.
+
+  Args:
+    workdir: the run's folder.
+    act: is called at the moments of the run, see `faults.at`.
+    **changes: see `flags`.
+  """
+  changes = {'num_steps': STEPS, **changes}
+  command = ['train', *flags(**changes), f'--workdir={workdir}']
+  if act is None:
+    return __main__.main(command)
+  with faults.at(config(**changes), act):
+    return __main__.main(command)
 
 
 def start(
-  *arguments: str, module: str = 'stppo_jax', **environment: str
+  *arguments: str,
+  module: str = 'stppo_jax',
+  log: IO | None = None,
+  **environment: str,
 ) -> subprocess.Popen:
-  """Starts a module as a process of its own, with streams of text."""
+  """Starts a module as a process of its own; prints to a file, if any."""
   return subprocess.Popen(
     [sys.executable, '-u', '-m', module, *arguments],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
+    stdout=log or subprocess.PIPE,
+    stderr=log or subprocess.PIPE,
     text=True,
     cwd=REPO,
     env=os.environ
@@ -139,6 +170,13 @@ def start(
     }
     | environment,
   )
+
+
+def kill_at(event: str, name: str, *flags: str) -> None:
+  """Trains in a process that kills itself, see `one_host`."""
+  process = start('kill', event, name, 'train', *flags, module=_ONE_HOST)
+  _, errors = process.communicate()
+  assert process.returncode == -signal.SIGKILL, errors
 
 
 def wait(holds, seconds: float = 600) -> None:
@@ -176,12 +214,25 @@ def repeated(workdir: pathlib.Path) -> list[dict[str, Any]]:
   ]
 
 
+def leaves(workdir: pathlib.Path, step: int) -> dict[str, Any]:
+  """Returns the fingerprints of all arrays of a checkpoint."""
+  path = workdir / 'checkpoints' / str(step) / 'manifest' / 'metadata'
+  return json.loads(path.read_text('utf-8'))['leaves']
+
+
+def weights(workdir: pathlib.Path) -> bytes:
+  """Returns the file of the exported policy's weights."""
+  return (workdir / 'policy' / 'model.safetensors').read_bytes()
+
+
 def assert_same_files(
-  workdir: pathlib.Path, expected: pathlib.Path, *, num_steps: int
+  workdir: pathlib.Path, expected: pathlib.Path, *, num_steps: int = STEPS
 ) -> None:
-  """Asserts that metrics and dialogues of two runs are the same bits."""
+  """Asserts equal metrics, dialogues, checkpoints and exports of two runs."""
   assert repeated(workdir) == repeated(expected)
   assert metrics(workdir)[-1]['step'] == num_steps
+  assert leaves(workdir, num_steps) == leaves(expected, num_steps)
+  assert weights(workdir) == weights(expected)
   for step in range(1, num_steps + 1):
     name = f'trajectories-{step:06d}.jsonl'
     assert (workdir / name).read_bytes() == (expected / name).read_bytes()

@@ -1,6 +1,5 @@
 """A run that a signal ends begins no save for which there is no time."""
 
-import resource
 import shutil
 import signal
 import time
@@ -32,10 +31,8 @@ def test_no_save_is_begun_after_the_grace_seconds(tmp_path, capsys):
       'evaluate__every': 0,
       'preemption__grace': 1e-6,
     }
-    with faults.at(
-      runs.config(**changes), faults.send_at(moment, signal.SIGTERM)
-    ):
-      assert runs.train(tmp_path, **changes) == code
+    send = faults.send_at(moment, signal.SIGTERM)
+    assert runs.train(tmp_path, send, **changes) == code
     assert said in capsys.readouterr().out
     saved = [path.name for path in (tmp_path / 'checkpoints').iterdir()]
     assert saved == ['2']
@@ -48,28 +45,20 @@ def test_a_full_disk_is_told_before_the_save_that_fails(
   """Another program fills the disk while the third step is written."""
   usage = shutil.disk_usage(tmp_path)
   changes = {'num_steps': 4, 'checkpoint__every': 2, 'evaluate__every': 0}
-  limit = resource.RLIMIT_FSIZE
-  soft, hard = resource.getrlimit(limit)
   saved = tmp_path / 'checkpoints' / '2'
 
   def act(moment):
     if moment == ('updated', 3):
       # Nothing is told of the disk while threads still write step 2.
-      deadline = time.monotonic() + 60
-      while not saved.is_dir():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+      runs.wait(saved.is_dir)
       time.sleep(1)
       full = usage._replace(free=1000)
       monkeypatch.setattr(shutil, 'disk_usage', lambda _: full)
     if moment == ('updated', 4):
-      resource.setrlimit(limit, (1024, hard))
+      faults.fill_disk()
 
-  try:
-    with faults.at(runs.config(**changes), act):
-      assert runs.train(tmp_path, **changes) == 75
-  finally:
-    resource.setrlimit(limit, (soft, hard))
+  with faults.room_in_the_end():
+    assert runs.train(tmp_path, act, **changes) == 75
   out, err = capsys.readouterr()
   assert out.count(f'warning: {tmp_path}: a checkpoint takes about ') == 1
   assert f'step 4 could not be saved in {tmp_path}/checkpoints' in err

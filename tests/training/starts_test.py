@@ -1,6 +1,5 @@
 """A run starts from the first origin that there is, and says which it was."""
 
-import json
 import shutil
 import types as python_types
 
@@ -22,14 +21,6 @@ _STILL = {
 }
 
 
-def _weights(workdir, step):
-  """Returns the fingerprints of all weights in a checkpoint."""
-  path = workdir / 'checkpoints' / str(step) / 'manifest' / 'metadata'
-  leaves = json.loads(path.read_text('utf-8'))['leaves']
-  kept = [name for name in leaves if name.split('.')[1] == 'params']
-  return {name: leaves[name] for name in kept}
-
-
 @pytest.mark.slow
 def test_a_run_starts_from_another_one_and_then_needs_it_no_more(
   tmp_path, finished, capsys
@@ -45,14 +36,17 @@ def test_a_run_starts_from_another_one_and_then_needs_it_no_more(
   )
   assert line in printed
   assert f'start: init_from={source}, kept in {run}/start/policy\n' in printed
-  policies = {
-    (folder / 'model.safetensors').read_bytes()
-    for folder in (source / 'policy', run / 'start' / 'policy', run / 'policy')
-  }
-  assert len(policies) == 1  # of the other run, and of its width
-  weights = _weights(run, 1)
-  assert any(name.startswith('value') for name in weights)
-  assert weights == _weights(source, 3)
+  # Of the other run, and of its width.
+  assert len({*map(runs.weights, (source, run / 'start', run))}) == 1
+  ours, theirs = (
+    {
+      name: fingerprint
+      for name, fingerprint in runs.leaves(folder, step).items()
+      if name.split('.')[1] == 'params'
+    }
+    for folder, step in ((run, 1), (source, 3))
+  )
+  assert any(name.startswith('value') for name in ours) and ours == theirs
   assert runs.metrics(run)[-1]['goodput/origin'] == 2
 
   shutil.rmtree(source)
@@ -61,16 +55,15 @@ def test_a_run_starts_from_another_one_and_then_needs_it_no_more(
   assert runs.metrics(run)[-1]['goodput/origin'] == 1
 
 
-def test_random_numbers_and_a_directory_are_said_and_counted(tmp_path, capsys):
-  first, second = tmp_path / 'first', tmp_path / 'second'
-  changes = {'num_steps': 1, 'evaluate__every': 0}
-  assert runs.train(first, **changes) == 0
-  assert 'start: random numbers\n' in capsys.readouterr().out
-  assert runs.metrics(first)[-1]['goodput/origin'] == 4
-  model = first / 'policy'
-  assert runs.train(second, model__path=model, **changes) == 0
+def test_random_numbers_and_a_directory_are_said_and_counted(
+  tmp_path, finished, capsys
+):
+  assert runs.metrics(finished)[-1]['goodput/origin'] == 4
+  model = finished / 'policy'
+  changes = {'num_steps': 1, 'evaluate__every': 0, 'model__path': model}
+  assert runs.train(tmp_path, **changes) == 0
   assert f'start: model.path={model}\n' in capsys.readouterr().out
-  assert runs.metrics(second)[-1]['goodput/origin'] == 3
+  assert runs.metrics(tmp_path)[-1]['goodput/origin'] == 3
 
 
 def _load(workdir, **changes):

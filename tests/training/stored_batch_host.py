@@ -14,7 +14,6 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from stppo_jax import batch as batch_lib
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.rollout import evaluation
@@ -22,7 +21,7 @@ from stppo_jax.training import components as components_lib
 from stppo_jax.training import engines
 from tests.training import runs
 
-_ROWS, _LENGTH = 8, 128
+_ROWS = 8
 
 
 def main(out: str, address: str, count: str, index: str) -> None:
@@ -37,17 +36,10 @@ def _update_and_answer(out: pathlib.Path, hosts: hosts_lib.Hosts) -> None:
   learner = components.learner
   state = learner.start()
   with components_lib.build_services(config, components.questions) as services:
-    engine = engines.build(
-      config,
-      services,
-      components.tokenizer,
-      learner.decoded,
-      components.placement,
-    )
+    parts = config, services, components.tokenizer
+    engine = engines.build(*parts, learner.decoded, components.placement)
     engines.publish(engine, learner, state.params, 0)
-    collector = engines.build_collector(
-      config, services, components.tokenizer, engine
-    )
+    collector = engines.build_collector(*parts, engine)
     evaluator = evaluation.Evaluator(config, services, collector, hosts=hosts)
     _, trajectories = evaluator.run(greedy=True)
   dialogues = [
@@ -56,7 +48,7 @@ def _update_and_answer(out: pathlib.Path, hosts: hosts_lib.Hosts) -> None:
   path = out / f'dialogues-{hosts.index}.json'
   path.write_text(json.dumps(dialogues), 'utf-8')
 
-  packed = jax.tree.map(lambda x: x[hosts.share(_ROWS)], _batch())
+  packed = jax.tree.map(lambda x: x[:_ROWS][hosts.share(_ROWS)], runs.packed())
   batch, _ = learner.annotate(state, packed, reference=learner.reference())
   state, outputs = learner.update(state, batch, np.arange(_ROWS), 0)
   # The first moment is a tenth of the gradient, clipped.
@@ -75,24 +67,6 @@ def _update_and_answer(out: pathlib.Path, hosts: hosts_lib.Hosts) -> None:
   if hosts.is_first:
     gradients = {f'gradient {name}': 10 * x for name, x in moments.items()}
     np.savez(out / 'update.npz', allow_pickle=False, **losses, **gradients)
-
-
-def _batch() -> batch_lib.TokenBatch:
-  """Returns rows of two turns, as `pack` makes them."""
-  rng = np.random.default_rng(0)
-  turn_ids = np.zeros((_ROWS, _LENGTH), np.int32)
-  turn_ids[:, 10:18], turn_ids[:, 40:48] = 1, 2
-  rewards = np.zeros(turn_ids.shape, np.float32)
-  rewards[:, 47] = rng.normal(size=_ROWS)
-  return batch_lib.TokenBatch(
-    tokens_BL=rng.integers(0, 290, turn_ids.shape).astype(np.int32),
-    lengths_B=np.full(_ROWS, 48, np.int32),
-    turn_ids_BL=turn_ids,
-    loss_mask_BL=turn_ids > 0,
-    sampler_logprobs_BL=np.zeros(turn_ids.shape, np.float32),
-    rewards_BL=rewards,
-    group_ids_B=np.arange(_ROWS, dtype=np.int32),
-  )
 
 
 if __name__ == '__main__':

@@ -70,22 +70,15 @@ def root(tmp_path_factory):
   return root
 
 
+_MEDICAL = {'medqa', 'medmcqa', 'pubmedqa'}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('config', 'trained', 'evaluated'),
   [
-    pytest.param(
-      'hotpotqa', {'hotpotqa'}, {'hotpotqa'}, marks=pytest.mark.slow
-    ),
-    pytest.param(
-      *('nq_hotpotqa', {'nq', 'hotpotqa'}, {'nq', 'hotpotqa'}),
-      marks=pytest.mark.slow,
-    ),
-    pytest.param(
-      'medical',
-      {'medqa', 'medmcqa', 'pubmedqa'},
-      {'medqa', 'medmcqa', 'pubmedqa', 'mmlu-med'},
-      marks=pytest.mark.slow,
-    ),
+    ('nq_hotpotqa', {'nq', 'hotpotqa'}, {'nq', 'hotpotqa'}),
+    ('medical', _MEDICAL, _MEDICAL | {'mmlu-med'}),
   ],
 )
 def test_a_step_of_each_packaged_config(

@@ -53,7 +53,7 @@ def test_the_critic_of_the_study_is_handed_from_run_to_run(
     few = _FEW if words[0] == 'sft' else [*_FEW, *_FEW_STEPS]
     assert __main__.main([*words, *few]) == 0, command
   started, warm, learned = (
-    (tmp_path / 'runs' / name / 'policy/model.safetensors').read_bytes()
+    runs.weights(tmp_path / 'runs' / name)
     for name in ('game_start', 'game_critic_3', 'game_policy')
   )
   assert started == warm != learned
@@ -63,12 +63,7 @@ def test_the_critic_of_the_study_is_handed_from_run_to_run(
       for line in runs.metrics(tmp_path / 'runs' / name)
       if 'critic/values/mean' in line
     )
-    for name in (
-      'game_critic_1',
-      'game_critic_2',
-      'game_critic_3',
-      'game_policy',
-    )
+    for name in (*(f'game_critic_{n}' for n in (1, 2, 3)), 'game_policy')
   ]
   # A new critic says .5 everywhere.
   assert means[0] == 0.5 and 0.5 not in means[1:]

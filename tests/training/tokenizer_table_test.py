@@ -1,4 +1,4 @@
-"""Forty tokenizers: those that a run takes, and why it refuses the others.
+"""Tokenizers: those that a run takes, and why it refuses the others.
 
 No directory has a weight, so each answer is given before one is read.
 """
@@ -18,24 +18,28 @@ class Row(NamedTuple):
 
   Attributes:
     family: the family whose tokenizer is written.
-    saved: the arguments of `families.save`.
     edit: changes the files, if anything.
-    changes: config key to value.
     line: a part of the line that refuses it; '' = it is taken.
+    saved: the arguments of `families.save`.
+    changes: config key to value.
   """
 
   family: str
-  saved: dict = {}
   edit: object = None
-  changes: dict = {}
   line: str = ''
+  saved: dict = {}
+  changes: dict = {}
+
+
+def _file(directory):
+  return directory / 'tokenizer.json'
 
 
 def _json(change):
   """Returns a change of tokenizer.json."""
 
   def edit(directory):
-    path = directory / 'tokenizer.json'
+    path = _file(directory)
     content = json.loads(path.read_text('utf-8'))
     change(content)
     path.write_text(json.dumps(content), encoding='utf-8')
@@ -47,9 +51,9 @@ def _set(**fields):
   return _json(lambda content: content.update(fields))
 
 
-def _template(text, family='Qwen3', **row):
-  """Returns a row of a family with another template."""
-  return Row(family, {'template': text}, **row)
+def _template(text, **row):
+  """Returns a row with another template."""
+  return Row('Qwen3', saved={'template': text}, **row)
 
 
 def _moved(directory):
@@ -88,11 +92,12 @@ _NEEDS_SYSTEM = (
   "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}"
   f'{{% endif %}}{_SAYS}'
 )
-_SANDBOX = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+_CUT = {'max_length': 3, 'stride': 0, 'strategy': 'LongestFirst'}
+_CUT['direction'] = 'Right'
 _TAKEN = {
   **{name: Row(name) for name in families.FAMILIES},
-  'tags are tokens': Row('Qwen3', {'added': families.TAGS}),
-  'tags are special tokens': Row('Gemma 3', {'special': families.TAGS}),
+  'tags are tokens': Row('Qwen3', saved={'added': families.TAGS}),
+  'tags are special tokens': Row('Gemma 3', saved={'special': families.TAGS}),
   'no system role, but a system text': Row('Gemma 2', changes=_SYSTEM),
   'thinks or not': Row('Qwen3', changes=_THINKS),
   'the template is a file': Row('Qwen3', edit=_moved),
@@ -104,93 +109,65 @@ _TAKEN = {
   'needs a system text': _template(_NEEDS_SYSTEM, changes=_SYSTEM),
   'cut and padded': Row(
     'Mistral',
-    edit=_set(
-      truncation={
-        'max_length': 3,
-        'stride': 0,
-        'strategy': 'LongestFirst',
-        'direction': 'Right',
-      },
-      padding=None,
-    ),
+    edit=_set(truncation=_CUT, padding=None),
   ),
 }
+_LOSES_LETTERS = "gives the prompt 'Which word comes next?' back as "
+_NO_BRACKETS = {'type': 'Replace', 'pattern': {'String': '<'}, 'content': ''}
+_EDITS = {'type': 'WordPiece', 'prefix': '##', 'cleanup': True}
 _REFUSED = {
   'only tokenizer.model': Row(
     'Mistral',
-    edit=lambda at: (at / 'tokenizer.json').rename(at / 'tokenizer.model'),
-    line='no tokenizer.json in ',
+    lambda at: _file(at).rename(at / 'tokenizer.model'),
+    'no tokenizer.json in ',
   ),
   'a damaged file': Row(
     'Mistral',
-    edit=lambda at: (at / 'tokenizer.json').write_text('{"version": '),
-    line='its tokenizer cannot be read (',
+    lambda at: _file(at).write_text('{"version": '),
+    'its tokenizer cannot be read (',
   ),
-  'no end token': Row('Qwen3', {'eos_token': None}, line=' names no eos_token'),
+  'no end token': Row(
+    'Qwen3', line=' names no eos_token', saved={'eos_token': None}
+  ),
   'a decoder that edits': Row(
-    'Mistral',
-    edit=_set(decoder={'type': 'WordPiece', 'prefix': '##', 'cleanup': True}),
-    line="unsupported decoder 'WordPiece'",
+    'Mistral', _set(decoder=_EDITS), "unsupported decoder 'WordPiece'"
   ),
   'lower case': Row(
-    'Qwen3',
-    edit=_set(normalizer={'type': 'Lowercase'}),
-    line="gives the prompt 'Which word comes next?' back as ",
+    'Qwen3', _set(normalizer={'type': 'Lowercase'}), _LOSES_LETTERS
   ),
-  'loses brackets': Row(
-    'Qwen3',
-    {'template': _SAYS},
-    _set(
-      normalizer={'type': 'Replace', 'pattern': {'String': '<'}, 'content': ''}
-    ),
-    line='gives the dialogue ',
+  'loses brackets': _template(
+    _SAYS, edit=_set(normalizer=_NO_BRACKETS), line='gives the dialogue '
   ),
   'a raw character': Row(
-    'Qwen3', edit=_json(_raw_character), line='has a character that no byte-'
+    'Qwen3', _json(_raw_character), 'has a character that no byte-'
   ),
-  'an unknown letter': Row(
-    'Mistral',
-    edit=_json(_without_a_letter),
-    line="gives the prompt 'Which word comes next?' back as ",
-  ),
+  'an unknown letter': Row('Mistral', _json(_without_a_letter), _LOSES_LETTERS),
   'no gap': Row(
     'Qwen3',
-    {'added': list(' .-_~^')},
     line='occurs in an added token',
+    saved={'added': list(' .-_~^')},
   ),
   'no such end token': Row(
     'Qwen3',
-    changes={'model.eos_token_ids': (10_000,)},
     line='the end token 10000 must be smaller than ',
+    changes={'model.eos_token_ids': (10_000,)},
   ),
   'a template with an error': _template('{% for m in %}', line='SyntaxError'),
   'a template that refuses': _template(
     "{{ raise_exception('no') }}", line='fails (TemplateError: no)'
   ),
-  'a template that escapes': _template(_SANDBOX, line='fails (SecurityError: '),
-  'leaves the user out': _template(
-    'hello', line='leaves out the text of the user '
-  ),
   'changes the user': _template(
     f'{_TURNS}{{{{ m.content | upper }}}}{{% endfor %}}',
     line='leaves out the text of the user message',
   ),
-  'takes parts': _template(
-    f'{_TURNS}{{% for x in m.content %}}{{{{ x.text }}}}{{% endfor %}}'
-    '{% endfor %}',
-    line='leaves out the text of the user message',
-  ),
   'no default template': _template(_only('rag', 'tool_use'), line='fails ('),
-  'lacks a system text': _template(_NEEDS_SYSTEM, line='Error: no system)'),
   'always thinks': Row(
-    'Llama 3',
-    changes=_THINKS,
-    line="prompt.enable_thinking=off: must be 'auto'",
+    'Llama 3', None, "prompt.enable_thinking=off: must be 'auto'", {}, _THINKS
   ),
   'has no begin token': Row(
     'Qwen3',
-    changes={'prompt.bos': 'on'},
     line='prompt.bos=on: the tokenizer names no bos_token',
+    changes={'prompt.bos': 'on'},
   ),
 }
 

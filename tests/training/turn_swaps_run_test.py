@@ -95,18 +95,6 @@ def test_each_turn_is_trained_as_one_of_the_policy_that_wrote_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_staleness_is_at_most_the_steps_ahead(tmp_path):
-  changes = {'rollout__steps_ahead': 2, 'mesh__collect_fraction': 0.5}
-  changes = _CHANGES | {'rollout__turn_swaps': 'keep'} | changes
-  with _answers_wait_for_weights(1), pytest.MonkeyPatch.context() as patch:
-    patch.setattr(jax, 'devices', lambda: [_ALL[0], _ALL[-1]])
-    assert runs.train(tmp_path, **changes) == 0
-  lines = runs.metrics(tmp_path)[-_STEPS:]
-  assert max(line['rollout/staleness_max'] for line in lines) <= 2
-  assert any(line['rollout/versions'] > 1 for line in lines)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ('act', 'code'),
   [
@@ -124,13 +112,13 @@ def test_a_run_is_repeated_bit_for_bit_from_its_record(tmp_path, act, code):
     assert runs.train(tmp_path / 'first', **changes) == 0
   lines = runs.metrics(tmp_path / 'first')
   assert any(line.get('rollout/versions', 0) > 1 for line in lines)
+  assert max(line.get('rollout/staleness_max', 0) for line in lines) <= 2
   again = tmp_path / 'again'
   changes['rollout__replay_order'] = tmp_path / 'first'
   # Nothing is late this time.
   with _answers_wait_for_weights(0):
     if act is not None:
-      with faults.at(runs.config(**changes), act):
-        assert runs.train(again, **changes) == code
+      assert runs.train(again, act, **changes) == code
     assert runs.train(again, **changes) == 0
   runs.assert_same_files(again, tmp_path / 'first', num_steps=_STEPS)
 

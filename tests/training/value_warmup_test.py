@@ -13,7 +13,7 @@ _CHANGES = {
 
 @pytest.mark.slow
 def test_the_warmup_ends_early_and_at_the_same_step_in_a_resumed_run(
-  tmp_path, capsys
+  tmp_path,
 ):
   assert runs.train(tmp_path, **_CHANGES, num_steps=2) == 0
   assert runs.train(tmp_path, **_CHANGES, num_steps=4) == 0
@@ -23,7 +23,6 @@ def test_the_warmup_ends_early_and_at_the_same_step_in_a_resumed_run(
   assert [line['critic/vf_explained_var'] for line in lines[:3]] == [0, 0, 0]
   moved = [line['critic/kl_per_trajectory'] != 0 for line in lines]
   assert moved == [False, False, False, True]
-  assert 'step 3: the policy learns from now on' in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -5,32 +5,18 @@ import pytest
 
 from stppo_jax import exits
 from stppo_jax.data import layout
-from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.workdir import agreement
 from tests.training import runs
-
-
-class _TwoHosts(hosts_lib.Hosts):
-  """The first of two hosts; the second has `facts`, or else the same."""
-
-  def __init__(self, facts):
-    super().__init__(0, ['a', 'b'])
-    self.facts = facts
-
-  def exchange(self, what, value, *, timeout=None):
-    del timeout
-    assert what in ('facts', 'program')
-    theirs = self.facts or value
-    self.facts = value
-    return [value, theirs]
+from tests.workdir import two_hosts
 
 
 def _check(config, change):
   """Compares a host with one that has the files as they are after a change."""
-  before = _TwoHosts(None)
+  before = two_hosts.TwoHosts()
   agreement.check(before, config)
   change()
-  agreement.check(_TwoHosts(before.facts), config)
+  ((_, facts, _),) = before.heard
+  agreement.check(two_hosts.TwoHosts(facts=facts), config)
 
 
 @pytest.mark.parametrize('key', ['reward_function', 'gymnasium__make'])
@@ -78,9 +64,10 @@ def test_hosts_come_to_the_same_program():
   batch = {'tokens_BL': np.zeros((8, 256), np.int32), 'sentence_ids_BL': None}
 
   def check(ours, theirs):
-    hosts = _TwoHosts(None)
+    hosts = two_hosts.TwoHosts()
     agreement.check_program(hosts, *theirs)
-    agreement.check_program(_TwoHosts(hosts.facts), *ours)
+    ((_, program, _),) = hosts.heard
+    agreement.check_program(two_hosts.TwoHosts(program=program), *ours)
 
   check(('update', 1, batch), ('update', 1, batch))
   other = {

@@ -1,7 +1,6 @@
 """The folder of a run in a bucket, and the one that stands for it here."""
 
 import threading
-import time
 
 import pytest
 
@@ -10,6 +9,7 @@ from stppo_jax.workdir import bucket_files
 from stppo_jax.workdir import bucket_folder
 from stppo_jax.workdir import run_folder
 from tests.storage import emulator
+from tests.training import runs
 
 _ADDRESS = 'gs://mine/run'
 _ZERO = '000000-000000000000'
@@ -55,40 +55,24 @@ def _commit(google, step, *, is_committed=True):
 def test_what_is_written_here_is_in_the_bucket_and_comes_back(google, tmp_path):
   first = _open(tmp_path / 'first')
   first.pull()
-  for name in ('run.json', 'config.json', 'stacks/host0', 'start/policy/a'):
+  said = 'trajectories-000001.jsonl'
+  kept = {x: x for x in ('run.json', 'config.json', 'start/policy/a', said)}
+  pushed = kept | {'stacks/host0': 'stacks/host0'}
+  only_here = 'lock', 'probe-1', 'a.new', 'policy.partial/b', 'checkpoints/1/x'
+  for name in (*pushed, *only_here):
     _write(tmp_path / 'first', name, name)
-  _write(tmp_path / 'first', 'trajectories-000001.jsonl', 'said')
-  for name in (
-    'lock',
-    'probe-1',
-    'a.new',
-    'policy.partial/b',
-    'checkpoints/1/x',
-  ):
-    _write(tmp_path / 'first', name, 'only here')
   first.push()
-  assert _content(google) == {
-    'run.json': 'run.json',
-    'config.json': 'config.json',
-    'stacks/host0': 'stacks/host0',
-    'start/policy/a': 'start/policy/a',
-    'trajectories-000001.jsonl': 'said',
-  }
+  assert _content(google) == pushed
   second = _open(tmp_path / 'second')
   second.pull()
-  assert _files(tmp_path / 'second') == {
-    'run.json': 'run.json',
-    'config.json': 'config.json',
-    'start/policy/a': 'start/policy/a',
-    'trajectories-000001.jsonl': 'said',
-  }
+  assert _files(tmp_path / 'second') == kept
   # Nothing is written twice, and what is removed here is removed there.
   count = len(google.requests)
   second.push()
   assert len(google.requests) == count
-  (tmp_path / 'second' / 'trajectories-000001.jsonl').unlink()
+  (tmp_path / 'second' / said).unlink()
   second.push()
-  assert 'trajectories-000001.jsonl' not in _content(google)
+  assert said not in _content(google)
 
 
 def test_lines_come_as_numbered_parts(google, tmp_path):
@@ -197,8 +181,7 @@ def impatient(monkeypatch):
   monkeypatch.setattr(bucket_folder, '_PAUSE', 0.05)
 
 
-def _outage(line):
-  del line
+def _outage(_):
   return emulator.Fault('503')
 
 
@@ -210,11 +193,11 @@ def test_files_wait_here_while_the_bucket_is_out_of_reach(
   with here.pushed():
     google.fault = _outage
     _write(tmp_path / 'here', 'run.json', 'x')
-    _wait(lambda: said)
+    runs.wait(lambda: said)
     assert not google.objects
     google.fault = lambda line: None
-    _wait(lambda: google.objects)
-    _wait(lambda: len(said) == 2)
+    runs.wait(lambda: google.objects)
+    runs.wait(lambda: len(said) == 2)
     google.fault = _outage
     _write(tmp_path / 'here', 'b', 'x')
     threading.Timer(0.5, setattr, (google, 'fault', lambda line: None)).start()
@@ -232,10 +215,3 @@ def test_the_end_of_a_run_does_not_wait_for_ever(google, tmp_path):
   # An error of the run is told, not that of the bucket.
   with pytest.raises(KeyError), here.pushed():
     raise KeyError
-
-
-def _wait(condition):
-  deadline = time.monotonic() + 30
-  while not condition():
-    assert time.monotonic() < deadline
-    time.sleep(0.02)

@@ -1,6 +1,7 @@
 """Every second of a run is in one phase, and what restarts cost is known."""
 
 import json
+from unittest import mock
 
 import pytest
 
@@ -8,16 +9,8 @@ from stppo_jax.workdir import goodput
 from stppo_jax.workdir import heartbeat
 
 
-class _Clock:
-  def __init__(self, now):
-    self.now = now
-
-  def __call__(self):
-    return self.now
-
-
 def test_seconds_are_accounted_for_line_by_line():
-  clock, now = _Clock(7.0), _Clock(1100.0)
+  clock, now = (mock.Mock(return_value=x) for x in (7.0, 1100.0))
   account = goodput.Goodput(
     beat=heartbeat.Beat(began=1000.0, restarts=2, lost_steps=3),
     productive=40.0,
@@ -25,7 +18,7 @@ def test_seconds_are_accounted_for_line_by_line():
     clock=clock,
     now=now,
   )
-  clock.now, now.now = 17.0, 1110.0
+  clock.return_value, now.return_value = 17.0, 1110.0
   line = {'timing_s/step': 6.0, 'timing_s/checkpoint': 1.0}
   assert account.measure(line) == {
     'timing_s/total': 10.0,
@@ -36,7 +29,7 @@ def test_seconds_are_accounted_for_line_by_line():
     'goodput/lost_steps': 3.0,
     'goodput/origin': 3.0,
   }
-  clock.now, now.now = 21.0, 900.0  # the clock was set back
+  clock.return_value, now.return_value = 21.0, 900.0  # the clock was set back
   metrics = account.measure({'timing_s/step': 4.0})
   assert metrics['timing_s/total'] == 4.0 and metrics['timing_s/other'] == 0.0
   assert metrics['goodput/fraction'] == 1.0

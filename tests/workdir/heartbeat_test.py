@@ -1,22 +1,12 @@
 """The heartbeat says at once what has changed, and how a run has ended."""
 
 import json
-import time
 
 import pytest
 
 from stppo_jax.workdir import heartbeat
 from stppo_jax.workdir import lock
-
-
-def _wait_for(folder, holds):
-  """Waits until the file is as expected, at most a minute."""
-  for _ in range(6000):
-    beat = heartbeat.read(folder)
-    if beat is not None and holds(beat):
-      return beat
-    time.sleep(0.01)
-  raise AssertionError(heartbeat.read(folder))
+from tests.training import runs
 
 
 class _Outage(Exception):
@@ -32,8 +22,8 @@ def test_changes_are_written_and_the_end_is_last(tmp_path):
     assert first.exit_code is None
     beats.enter_phase('update')
     beats.enter_phase('')
-    second = _wait_for(tmp_path, lambda beat: beat.phase == 'update')
-    assert second.time > first.time
+    runs.wait(lambda: heartbeat.read(tmp_path).phase == 'update')
+    assert heartbeat.read(tmp_path).time > first.time
     beats.count(4, 9)
   last = heartbeat.read(tmp_path)
   assert (last.phase, last.step, last.exit_code) == ('end', 4, 130)

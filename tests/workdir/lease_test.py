@@ -3,9 +3,7 @@
 import dataclasses
 import json
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -26,9 +24,11 @@ def bucket(google):
   return buckets.Bucket(_ADDRESS)
 
 
-def _of_another_host(google, *, seconds):
-  """Writes the lease of a process on another host."""
-  holder = lock.Holder('elsewhere', 7, '1', 'now', True, 'another boot')
+_ELSEWHERE = lock.Holder('elsewhere', 7, '1', 'now', True, 'another boot')
+
+
+def _of_another(google, *, seconds, holder=_ELSEWHERE):
+  """Writes the lease of another process, which is on another host."""
   record = {'holder': dataclasses.asdict(holder), 'seconds': seconds}
   google.put(_OBJECT, json.dumps(record | {'token': 'x'}).encode())
 
@@ -57,7 +57,7 @@ def test_who_renews_its_lease_keeps_others_out(bucket, google, said):
 def test_the_lease_of_an_ended_run_elsewhere_is_waited_for(
   bucket, google, said
 ):
-  _of_another_host(google, seconds=2)
+  _of_another(google, seconds=2)
   began = time.monotonic()
   with lease.held(bucket):
     assert 1 <= time.monotonic() - began < 8
@@ -68,7 +68,7 @@ def test_the_lease_of_an_ended_run_elsewhere_is_waited_for(
 
 def test_the_clock_of_this_machine_does_not_count(bucket, google):
   google.clock = lambda: time.time() - 9000
-  _of_another_host(google, seconds=30)
+  _of_another(google, seconds=30)
   with lease.held(buckets.Bucket('gs://mine/other')):
     pass
   google.clock = lambda: time.time() - 9000 + 40
@@ -77,22 +77,11 @@ def test_the_clock_of_this_machine_does_not_count(bucket, google):
     assert time.monotonic() - began < 10
 
 
-_HOLDS = """
-import sys, time
-from stppo_jax import buckets
-from stppo_jax.workdir import lease
-with lease.held(buckets.Bucket(sys.argv[1])):
-  print('held', flush=True)
-  time.sleep(600)
-"""
-
-
-def test_a_killed_process_of_this_host_is_not_waited_for(bucket, said):
-  command = [sys.executable, '-c', _HOLDS, _ADDRESS]
-  with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-    assert process.stdout is not None
-    assert process.stdout.readline() == b'held\n'
-    process.send_signal(signal.SIGKILL)
+def test_an_ended_process_of_this_host_is_not_waited_for(bucket, google, said):
+  with subprocess.Popen(['true']) as ended:
+    here = lock.Holder.of_this_process()
+  ended = dataclasses.replace(here, pid=ended.pid)
+  _of_another(google, seconds=60, holder=ended)
   began = time.monotonic()
   with lease.held(bucket):
     assert time.monotonic() - began < 10
@@ -101,7 +90,7 @@ def test_a_killed_process_of_this_host_is_not_waited_for(bucket, said):
 
 def test_a_holder_that_slept_past_its_lease_finds_out(bucket, google):
   with lease.held(bucket) as held:
-    _of_another_host(google, seconds=30)
+    _of_another(google, seconds=30)
     with pytest.raises(lock.Lost, match='process 7 on host elsewhere'):
       held.touch()
     with pytest.raises(lock.Lost):
@@ -131,7 +120,7 @@ def test_an_answer_that_is_lost_loses_no_lease(bucket, google):
 
 @pytest.mark.slow
 def test_of_two_that_wait_one_gets_the_lease(bucket, google):
-  _of_another_host(google, seconds=1)
+  _of_another(google, seconds=1)
   ends = []
 
   def hold():

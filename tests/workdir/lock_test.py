@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -13,14 +12,7 @@ import pytest
 
 from stppo_jax import streams
 from stppo_jax.workdir import lock
-
-_HOLD = """
-import pathlib, sys
-from stppo_jax.workdir import lock
-with lock.held(pathlib.Path(sys.argv[1])):
-  print('held', flush=True)
-  sys.stdin.read()
-"""
+from tests.workdir import holders
 
 # A process that this one takes for one of another host.
 _HOLD_ELSEWHERE = """
@@ -38,29 +30,18 @@ with lock.held(pathlib.Path(sys.argv[1]), every=0.1) as claim:
 """
 
 
-@contextlib.contextmanager
-def _holder(folder, script=_HOLD):
-  """Runs another process that holds the lock."""
-  process = subprocess.Popen(
-    [sys.executable, '-c', script, str(folder)],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  try:
-    assert process.stdout.readline() == 'held\n'
-    yield process
-  finally:
-    process.kill()
-    process.communicate()
-
-
 def _change(folder, **fields):
-  """Changes what the lock says of its holder; returns what it said."""
+  """Changes what the lock says of its holder."""
   path = folder / lock.NAME
   holder = json.loads(path.read_text())
   path.write_text(json.dumps(holder | fields))
-  return lock.Holder(**holder)
+
+
+def _left(folder, **fields):
+  """Leaves the lock of a process that has ended, with some changes."""
+  with holders.started(folder):
+    pass
+  _change(folder, **fields)
 
 
 def _refused(folder, **times):
@@ -73,7 +54,7 @@ def _refused(folder, **times):
 
 
 def test_a_living_holder_is_named_and_an_ended_one_is_replaced(tmp_path, said):
-  with _holder(tmp_path) as process:
+  with holders.started(tmp_path) as process:
     text = (tmp_path / lock.NAME).read_text()
     holder = lock.Holder(**json.loads(text))
     assert holder.pid == process.pid
@@ -91,19 +72,15 @@ def test_a_living_holder_is_named_and_an_ended_one_is_replaced(tmp_path, said):
 
 
 def test_a_number_that_another_process_has_now_is_no_holder(tmp_path, said):
-  with _holder(tmp_path):
-    pass
   # This process is alive, but it did not start when the holder started.
-  _change(tmp_path, pid=os.getpid())
+  _left(tmp_path, pid=os.getpid())
   with lock.held(tmp_path):
     assert len(said) == 1
 
 
 def test_a_host_of_the_same_name_is_another_host(tmp_path):
-  with _holder(tmp_path):
-    pass
   # As a pod that was started again on another machine sees it.
-  _change(tmp_path, boot='of another machine')
+  _left(tmp_path, boot='of another machine')
   assert 'once it is silent for 300 s' in _refused(tmp_path)
   found = lock.holder(tmp_path)
   assert found is not None and found[1] is None
@@ -121,7 +98,7 @@ def test_a_lock_that_names_nobody_may_be_one_of_another_host(tmp_path, text):
 
 
 def test_a_process_that_looks_ended_may_hold_the_file(tmp_path):
-  with _holder(tmp_path) as process:
+  with holders.started(tmp_path) as process:
     # So does the number of a process of another container look here.
     with subprocess.Popen(['true']) as ended:
       ended.wait()
@@ -137,7 +114,7 @@ def test_the_lock_of_another_host_is_taken_over_once_it_is_silent(
   tmp_path, said
 ):
   quick, silence = {'every': 1 / 30}, 1.0
-  with _holder(tmp_path, script=_HOLD_ELSEWHERE) as process:
+  with holders.started(tmp_path, _HOLD_ELSEWHERE) as process:
     time.sleep(2 * silence)
     assert ' on host elsewhere, since 20' in _refused(tmp_path, **quick)
     # As if its network or its machine were frozen. The kernel's lock is gone,
@@ -164,9 +141,7 @@ def test_the_lock_of_another_host_is_taken_over_once_it_is_silent(
 
 def test_a_silent_lock_that_shows_life_at_last_is_not_taken_over(tmp_path):
   path = tmp_path / lock.NAME
-  with _holder(tmp_path):
-    pass
-  _change(tmp_path, host='elsewhere')
+  _left(tmp_path, host='elsewhere')
   os.utime(path, (0, 0))
   lines = []
 
@@ -181,8 +156,7 @@ def test_a_silent_lock_that_shows_life_at_last_is_not_taken_over(tmp_path):
 
 
 def test_one_of_many_takes_over(tmp_path):
-  with _holder(tmp_path):
-    pass
+  _left(tmp_path)
   count = 8
   begin, entered, end = threading.Barrier(count), [], threading.Barrier(count)
 

@@ -10,7 +10,6 @@ import functools
 import json
 
 from aiohttp import web
-import jax
 import numpy as np
 
 from stppo_jax.sampling import engine as local_engine_lib
@@ -166,16 +165,12 @@ def local_engine():
   return engine
 
 
-def keys(count, seed=0):
-  return jax.random.split(jax.random.key(seed), count)
-
-
 def begin(engine, prompts=PROMPTS, *, greedy=True, group_size=1):
   """Begins a collection of short turns."""
   arrays = [p if p is None else np.array(p, np.int32) for p in prompts]
   engine.begin(
     arrays,
-    keys(len(prompts) * group_size),
+    tiny_engine.keys(len(prompts) * group_size),
     group_size=group_size,
     max_turn_tokens=TURN,
     greedy=greedy,

@@ -4,18 +4,14 @@ It computes the whole dialogue again for every token, with our own model, so
 that what an engine gets from it can be compared with the local engine.
 """
 
-import functools
-
 from aiohttp import web
-import jax
-import jax.numpy as jnp
 import numpy as np
+import scipy.special
 
-from stppo_jax.models import heads
 from stppo_jax.models.hf import load
-from stppo_jax.parallel import compilation
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling.remote import dialects
+from tests.models import tiny
 
 
 class ModelServer:
@@ -33,7 +29,6 @@ class ModelServer:
     self._policy = policy
     self._token_bytes = list(token_bytes)
     self._max_length = max_length
-    self._program = functools.cache(self._compile)
     self.kind = kind
     self.requests, self.weight_requests = [], []
     self.set_weights(params, 'default')
@@ -108,41 +103,32 @@ class ModelServer:
     """Returns ids, log-probabilities, text and end of the answer."""
     self.requests.append(request)
     stops = [stop.encode() for stop in request.stop_strings]
-    program = self._program(request.sampling)
     tokens_1L = np.zeros((1, self._max_length), np.int32)
     tokens_1L[0, : len(request.prompt_ids)] = request.prompt_ids
-    key = jax.random.key(request.seed)
+    rng = np.random.default_rng(request.seed)
     ids, logprobs, text = [], [], b''
     for _ in range(request.max_tokens):
       length = len(request.prompt_ids) + len(ids)
-      sampled = program(self._params, tokens_1L, np.int32(length), key)
-      token_id = int(sampled.tokens_S[0])
+      token_id, logprob = self._sample(tokens_1L, length, request.sampling, rng)
       tokens_1L[0, length] = token_id
       ids.append(token_id)
-      logprobs.append(float(sampled.logprobs_S[0]))
+      logprobs.append(logprob)
       text += b''.join(self._token_bytes[token_id : token_id + 1])
       if token_id in request.stop_ids or any(stop in text for stop in stops):
         return ids, logprobs, text, 'stop'
     return ids, logprobs, text, 'length'
 
-  def _compile(self, sampling):
-    def next_token(params, tokens_1L, length, key):
-      hidden_1LD = self._policy.hidden(params, tokens_1L)
-      logits_1V = heads.logits(
-        hidden_1LD[:, length - 1], self._policy.output_VD(params)
-      )
-      return sampler.sample(
-        logits_1V,
-        key[None],
-        jnp.asarray(length)[None],
-        sampling,
-        greedy=False,
-        branches=False,
-      )
-
-    return compilation.jit(
-      next_token, mesh=None, dtype=self._policy.config.dtype
-    )
+  def _sample(self, tokens_1L, length, sampling, rng):
+    """Returns the next token and its untruncated log-probability."""
+    assert (sampling.top_p, sampling.min_p) == (1, 0)
+    hidden_1LD = tiny.hidden(self._policy)(self._params, tokens_1L)
+    output_VD = np.asarray(self._policy.output_VD(self._params))
+    logits_V = output_VD @ np.asarray(hidden_1LD)[0, length - 1]
+    logprobs_V = scipy.special.log_softmax(logits_V / sampling.temperature)
+    least = np.sort(logprobs_V)[-sampling.top_k] if sampling.top_k else -np.inf
+    left_V = np.where(logprobs_V >= least, logprobs_V, -np.inf)
+    token_id = int(np.argmax(left_V + rng.gumbel(size=left_V.shape)))
+    return token_id, float(logprobs_V[token_id])
 
 
 def _request(params, prompt_ids, max_tokens, seed):

@@ -14,23 +14,26 @@ def _other_weights(reply):
   reply['meta_info']['weight_version'] = 'another'
 
 
-def test_a_server_samples_with_the_published_weights(served):
-  engine = served.engine()
-  other = tiny.params(fake_servers.MODEL, seed=1)
+def test_engines_that_share_a_server_sample_with_their_own_weights(served):
+  mine, another = served.engine(), served.engine()
+  mine.publish(fake_servers.PARAMS, 3)
+  another.publish(tiny.params(fake_servers.MODEL, seed=1), 4)
   written = []
-  for version, params in ((3, other), (4, fake_servers.PARAMS)):
-    engine.publish(params, version)
+  for engine in (mine, another, mine):
     fake_servers.begin(engine)
     written.append(fake_servers.turns(engine))
-    assert engine.version == version
-    assert served.model.weight_version.startswith(f'{version}-')
+    label = f'{engine.version}-'
+    assert served.model.weight_version.startswith(label)
+  assert (mine.version, another.version) == (3, 4)
   ours = fake_servers.local_engine()
   fake_servers.begin(ours)
-  fake_servers.assert_same_turns(fake_servers.turns(ours), written[1])
-  assert any(
-    written[0][row].token_ids.tolist() != written[1][row].token_ids.tolist()
-    for row in written[0]
-  )
+  first, other, again = written
+  fake_servers.assert_same_turns(fake_servers.turns(ours), first)
+  fake_servers.assert_same_turns(again, first)
+  ids = [
+    [x.token_ids.tolist() for x in turns.values()] for turns in (first, other)
+  ]
+  assert ids[0] != ids[1]
 
 
 def test_weights_are_sent_to_a_server_that_has_others(served):
@@ -45,18 +48,6 @@ def test_weights_are_sent_to_a_server_that_has_others(served):
   assert sent() == sent() == 1
   served.model.set_weights(fake_servers.PARAMS, 'default')  # after a restart
   assert sent() == sent() == 2
-
-
-def test_engines_that_share_a_server_sample_with_their_own_weights(served):
-  mine, another = served.engine(), served.engine()
-  mine.publish(fake_servers.PARAMS, 1)
-  another.publish(tiny.params(fake_servers.MODEL, seed=1), 1)
-  fake_servers.begin(mine)
-  first = fake_servers.turns(mine)
-  fake_servers.begin(another)
-  fake_servers.turns(another)
-  fake_servers.begin(mine)
-  fake_servers.assert_same_turns(fake_servers.turns(mine), first)
 
 
 def test_turns_of_other_weights_fail(served):

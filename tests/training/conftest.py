@@ -1,0 +1,11 @@
+"""What tests of runs begin with."""
+
+import shutil
+
+import pytest
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+  """Returns a copy of the folder of a finished run."""
+  return shutil.copytree(finished, tmp_path / 'run')
