@@ -48,9 +48,9 @@ def _engine(model, params, **options):
   return engine
 
 
-def _observe(row, turn):
+def _observe(row, turns):
   observations = _SCRIPTS[row].observations
-  return observations[turn] if turn < len(observations) else None
+  return observations[turns - 1] if turns <= len(observations) else None
 
 
 def _assert_same(engine, limit, expected):

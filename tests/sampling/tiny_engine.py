@@ -282,10 +282,10 @@ class Dialogue:
     self.versions.append(generated.version)
 
 
-def observation(row: int, turn: int) -> np.ndarray | None:
+def observation(row: int, turns: int) -> np.ndarray | None:
   """Returns 0 to 5 tokens, or None after one to three turns."""
-  over = turn == 1 + row % 3
-  return None if over else ids(100 * row + turn, (row + turn) % 6)
+  over = turns == 1 + row % 3
+  return None if over else ids(100 * row + turns, (row + turns) % 6)
 
 
 def run_dialogues(
@@ -307,7 +307,8 @@ def run_dialogues(
     prompts, row_keys, group_size, greedy, max_turn_tokens: see `Engine.begin`.
     delays: seed of the number of polls that each observation takes; None if
       all come at once.
-    observe: returns what follows a turn of a row; None ends the dialogue.
+    observe: takes a row and how many turns it has, and returns the observation
+      after them; None ends the dialogue.
     before_poll: called before each poll.
 
   Returns:
@@ -335,8 +336,7 @@ def run_dialogues(
       now = [min(due, key=lambda n: due[n])]
     for n in now:
       del due[n]
-      turn = len(dialogues[n].spans)
-      observed = observe(n, turn)
+      observed = observe(n, len(dialogues[n].spans))
       if observed is None or len(observed) >= engine.remaining(n):
         engine.close(n)
         left.remove(n)

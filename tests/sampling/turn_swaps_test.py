@@ -57,9 +57,9 @@ def _collect(engine, rows, *, group_size=1, swap=0.4, seed=0, checks=()):
   return [dialogues[row] for row in range(rows)]
 
 
-def _observe(row, turn):
+def _observe(row, turns):
   """Returns 1 to 3 tokens, or None after four turns."""
-  return None if turn == 4 else tiny_engine.ids(100 * row + turn, turn % 4)
+  return None if turns == 4 else tiny_engine.ids(100 * row + turns, turns % 4)
 
 
 def _arrays(found):
