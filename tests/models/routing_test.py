@@ -4,7 +4,9 @@ B rows, L tokens, E experts that a token visits, X experts.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.parallel import mesh as mesh_lib
@@ -90,6 +92,31 @@ def test_the_program_of_layers_that_alternate_does_not_grow_with_them():
     return str(made).count('dot_general')
 
   assert products(8) == products(4)
+
+
+@pytest.mark.parametrize('unrolled', [1, 2])
+@pytest.mark.slow
+def test_gradients_do_not_depend_on_how_experts_and_layers_are_computed(
+  unrolled,
+):
+  def gradient(**changes):
+    model = tiny.model(**tiny.MIXTURE, **changes)
+
+    def loss(params):
+      hidden, routing = model.hidden_and_routing(params, TOKENS)
+      return jnp.mean(jnp.square(hidden)) + jnp.mean(
+        routing.probs_BX * routing.visits_BX
+      )
+
+    return jax.jit(jax.grad(loss))(tiny.params(model))
+
+  plain = gradient(moe='dense')
+  other = gradient(moe='grouped', remat='full', scan_unroll=unrolled)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+    plain,
+    other,
+  )
 
 
 def test_every_device_has_a_slice_of_every_expert():

@@ -343,20 +343,34 @@ def test_a_cache_of_8_bits_moves_log_probabilities_a_little():
 
 
 @pytest.mark.slow
-def test_a_base_is_published_beside_adapters_once():
+def test_only_adapters_are_published_beside_a_base():
   lora = lora_lib.Lora(rank=2, alpha=8.0, targets='(q|down)_proj$')
   model = dataclasses.replace(tiny_engine.MODEL, lora=lora)
-  adapters = model.init_adapters(jax.random.key(0))
+  drawn = model.init_adapters(jax.random.key(0))
+  adapters = [
+    jax.tree.map(
+      lambda x, n=n: jax.random.normal(jax.random.key(n), x.shape), drawn
+    )
+    for n in range(2)
+  ]
+  base = jax.tree.map(jnp.asarray, tiny_engine.PARAMS)
   engine, (driver,) = tiny_engine.new_engine(model=model)
 
-  def kernel(base):
-    engine.publish(adapters, 1, base=base)
+  def kernel(trained, base):
+    engine.publish(trained, 1, base=base)
     return driver.programs.weights.params['layers'][0]['o_proj']['kernel']
 
-  base = jax.tree.map(jnp.asarray, tiny_engine.PARAMS)
-  first = kernel(base)
-  assert kernel(base) is first  # it has not moved
-  assert kernel(jax.tree.map(jnp.copy, base)) is not first
+  kernels = []
+  for trained in adapters:
+    kernels.append(kernel(trained, base))
+    merged = tiny_engine.engine()
+    merged.publish(model.merge_adapters(lora_lib.join(base, trained)), 1)
+    tiny_engine.assert_all_same(
+      tiny_engine.dialogues(engine, 4, greedy=True),
+      tiny_engine.dialogues(merged, 4, greedy=True),
+    )
+  assert kernels[0] is kernels[1]  # the base has not moved
+  assert kernel(adapters[0], jax.tree.map(jnp.copy, base)) is not kernels[0]
 
 
 def test_publishing_copies_the_weights():

@@ -1,4 +1,4 @@
-"""What tests of runs begin with."""
+"""Tests of runs may begin with a copy of the finished one."""
 
 import shutil
 
