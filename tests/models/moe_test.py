@@ -266,20 +266,41 @@ def test_the_platform_chooses_the_implementation():
   assert moe.choose('grouped', platform='cpu') == 'grouped'
 
 
-# The tests of parity compare layers and their routing.
 @pytest.mark.torch
-def test_the_load_balance_of_transformers_agrees():
+@pytest.mark.parametrize('name', tuple(moe.IMPLEMENTATIONS))
+@pytest.mark.parametrize('normed', (True, False))
+def test_the_layer_of_transformers_agrees(name, normed):
   torch = pytest.importorskip('torch', exc_type=ImportError)
   from transformers.models.qwen3_moe import modeling_qwen3_moe as theirs
 
-  apply, weights = _parts()
-  router, *_ = _matrices(weights)
-  scores = torch.tensor(np.float64(TOKENS).reshape(-1, D) @ router)
-  mask = torch.tensor(MASK)
-  wanted = theirs.load_balancing_loss_func((scores,), X, E, mask)
-  _, routing = jax.jit(apply)(weights, TOKENS, None, MASK[:, None])
-  visits, probs = (
-    np.sum(x, axis=(0, 1)) for x in (routing.visits_BX, routing.probs_BX)
+  config = theirs.Qwen3MoeConfig(
+    hidden_size=D,
+    num_experts=X,
+    num_experts_per_tok=E,
+    moe_intermediate_size=F,
+    norm_topk_prob=normed,
   )
-  found = _balance(visits, probs, np.float32(np.sum(MASK)))
-  np.testing.assert_allclose(found, wanted.item(), rtol=1e-5)
+  apply, weights = _parts(moe=name, norm_topk_prob=normed)
+  router, gates, ups, downs = map(torch.tensor, _matrices(weights))
+  block = theirs.Qwen3MoeSparseMoeBlock(config)
+  with torch.no_grad():
+    block.gate.weight.copy_(router.T)
+    both = torch.cat((gates, ups), dim=-1)
+    block.experts.gate_up_proj.copy_(both.swapaxes(1, 2))
+    block.experts.down_proj.copy_(downs.swapaxes(1, 2))
+    wanted = block(torch.tensor(TOKENS)).numpy()
+    scores, _, ids = block.gate(torch.tensor(TOKENS))
+    balance = theirs.load_balancing_loss_func(
+      (scores,), X, E, torch.tensor(MASK)
+    )
+  y, routing = jax.jit(apply)(weights, TOKENS, None, MASK[:, None])
+  np.testing.assert_allclose(y, wanted, atol=1e-5)
+  np.testing.assert_array_equal(
+    routing.expert_ids, ids.numpy().reshape(B, L, E)
+  )
+  sums = map(np.asarray, (routing.visits_BX, routing.probs_BX))
+  found = _balance(
+    *(np.sum(x, axis=(0, 1)) for x in sums),
+    np.float32(np.sum(MASK)),
+  )
+  np.testing.assert_allclose(found, balance.item(), rtol=1e-5)

@@ -5,6 +5,7 @@ import json
 import os
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -50,15 +51,9 @@ def _same_bits(actual, expected):
 
 
 # Slices of everything, and of a few layers, experts or rows.
+@pytest.mark.parametrize('block_bytes', [2**24, 1100])
 @pytest.mark.parametrize(
-  ('block_bytes', 'sizes'),
-  [
-    (1100, (2, 2, 2)),
-    *(
-      pytest.param(*case, marks=pytest.mark.slow)
-      for case in ((2**24, (2, 2, 2)), (2**24, (8, 1, 1)), (1100, (8, 1, 1)))
-    ),
-  ],
+  'sizes', [pytest.param((8, 1, 1), marks=pytest.mark.slow), (2, 2, 2)]
 )
 @pytest.mark.parametrize('name', ['qwen2', 'qwen3_moe'])
 def test_any_sharding_gives_the_same_file(
@@ -71,6 +66,21 @@ def test_any_sharding_gives_the_same_file(
   _same_bits(_tensors(tmp_path / 'mesh'), _tensors(tmp_path / 'host'))
   again = load.read_params(tmp_path / 'mesh', model.config)
   jax.tree.map(np.testing.assert_array_equal, again, tiny.params(model))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_load_and_export_change_no_bit(tmp_path, dtype):
+  model = _MODELS['qwen3_moe']
+  params = tiny.params(model)
+  export.export(tmp_path / 'a', model.config, params, dtype=dtype)
+  loaded = load.read_params(tmp_path / 'a', model.config)
+  export.export(tmp_path / 'b', model.config, loaded, dtype=dtype)
+  first = _tensors(tmp_path / 'a')
+  _same_bits(_tensors(tmp_path / 'b'), first)
+  expected = np.dtype(getattr(ml_dtypes, dtype, dtype))
+  assert {tensor.dtype for tensor in first.values()} == {expected}
+  config = json.loads((tmp_path / 'b' / 'config.json').read_text())
+  assert config['torch_dtype'] == dtype
 
 
 def test_large_weights_are_split_into_files(tmp_path):
@@ -143,10 +153,25 @@ def test_a_failure_in_the_middle_leaves_the_old_export(tmp_path, monkeypatch):
   assert os.listdir(tmp_path) == ['out']
 
 
+def _greedy(model, params, prompt, count):
+  """Returns the likeliest tokens after a prompt, by whole forward passes."""
+  tokens = list(prompt)
+  length = len(prompt) + count
+  for _ in range(count):
+    row = np.zeros((1, length), np.int32)
+    row[0, : len(tokens)] = tokens
+    hidden_1LD = tiny.hidden(model)(params, row)
+    logits_1LV = heads.logits(hidden_1LD, model.output_VD(params))
+    tokens.append(int(np.argmax(logits_1LV[0, len(tokens) - 1])))
+  return tokens
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('name', _MODELS)
-def test_transformers_loads_an_export_and_its_tokenizer(tmp_path, name, dtype):
+def test_transformers_loads_an_export_and_generates_the_same(
+  tmp_path, name, dtype
+):
   torch = pytest.importorskip('torch', exc_type=ImportError)
   import transformers
 
@@ -156,8 +181,14 @@ def test_transformers_loads_an_export_and_its_tokenizer(tmp_path, name, dtype):
     _MODELS[name].config, vocab_size=tokenizer.vocab_size
   )
   model = functional.Model(shape, 'vocabulary')
-  options = dict(save_tokenizer=tokenizer.save, max_shard_bytes=5000)
-  export.export(tmp_path, shape, tiny.params(model), dtype=dtype, **options)
+  export.export(
+    tmp_path,
+    shape,
+    tiny.params(model),
+    dtype=dtype,
+    save_tokenizer=tokenizer.save,
+    max_shard_bytes=5000,
+  )
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
     tmp_path, dtype='float32'
   )
@@ -165,9 +196,14 @@ def test_transformers_loads_an_export_and_its_tokenizer(tmp_path, name, dtype):
   auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
   assert auto.encode('who is it?', add_special_tokens=False) == prompt
   with torch.no_grad():
-    expected = theirs(torch.tensor([prompt])).logits.numpy()
+    written = theirs.generate(
+      torch.tensor([prompt]),
+      attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
+      do_sample=False,
+      max_new_tokens=12,
+      min_new_tokens=12,
+      pad_token_id=0,
+      eos_token_id=None,
+    )
   params = load.read_params(tmp_path, shape)
-  hidden_1LD = tiny.hidden(model)(params, np.array([prompt], np.int32))
-  logits_1LV = heads.logits(hidden_1LD, model.output_VD(params))
-  np.testing.assert_allclose(logits_1LV, expected, atol=1e-4)
-  assert np.ptp(expected, axis=-1).min() > 0.1
+  assert written[0].tolist() == _greedy(model, params, prompt, 12)
