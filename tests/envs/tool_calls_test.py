@@ -3,7 +3,6 @@
 import json
 
 from hypothesis import given
-from hypothesis import settings
 from hypothesis import strategies as st
 import pytest
 
@@ -48,7 +47,6 @@ def test_a_turn_has_one_action(text, expected):
   assert tools.parse(text) == expected
 
 
-@settings(max_examples=40)
 @given(
   st.text(min_size=1),
   st.dictionaries(st.text(), st.integers() | st.text(max_size=9)),

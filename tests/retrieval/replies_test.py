@@ -17,7 +17,7 @@ from stppo_jax.retrieval import replies
 from tests.retrieval import fake_servers
 from tests.sampling import vocabularies
 
-_NUM_MUTATED = 800
+_NUM_MUTATED = 2000
 _MAX_CHARS = 400
 _DOCUMENT = {'id': '7', 'contents': '"Title"\nbody <answer>'}
 # Texts of JSON values, some of which Python cannot write as JSON itself.
@@ -86,7 +86,7 @@ def test_no_mutated_reply_ends_a_run_or_enters_it_raw():
     observation.text.encode()
     tokenizer.encode_text(observation.body)
   # Neither case is rare.
-  assert 60 < answered < 740
+  assert 150 < answered < 1850
   assert statistics['retrieval/ok'] == answered
   assert statistics['retrieval/failures'] == _NUM_MUTATED - answered
 

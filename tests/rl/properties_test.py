@@ -105,7 +105,7 @@ def _assert_finite(loss, gradient):
 @pytest.mark.parametrize(
   'names', [_FAST, pytest.param(_ALL, marks=pytest.mark.slow)], ids=len
 )
-@settings(max_examples=48)
+@settings(max_examples=60)
 @given(case=_cases(), number=st.integers(0, 99))
 def test_any_numbers_of_turns_and_gradients_0_off_the_mask(names, case, number):
   batch, logprobs, entropy = case

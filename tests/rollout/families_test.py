@@ -263,3 +263,35 @@ def _read(reader, prompt, streams, row, asked):
   answered = row.status is types.TrajectoryStatus.COMPLETED
   assert answered == (row.turns[-1].action == 'answer')
   return tokens, mask
+
+
+def test_thoughts_stay_where_a_template_would_remove_them(tmp_path):
+  families.save('Qwen3', tmp_path, added=families.TAGS)
+  tokenizer = tokenizer_lib.Tokenizer.load(tmp_path)
+  environment = dialogues.search_environment(fakes.FakeRetriever(_passages))
+  turns = [
+    '<think> a lake </think><search> it </search>',
+    '<answer> x </answer>',
+  ]
+  encoded = [tokenizer.encode_text(x, tags=families.TAGS) for x in turns]
+  engine = dialogues.scripted.ScriptedEngine([encoded], 10_000)
+  with dialogues.collector(
+    engine, environment, tokenizer=tokenizer, **_LIMITS
+  ) as made:
+    (row,) = made.collect([dialogues.question('Who?')], keys=None)
+  first, second = row.turns
+  parts = [row.prompt_ids, first.token_ids, first.observation_ids]
+  text = tokenizer.decode(np.concatenate([*parts, second.token_ids]))
+  prompt = tokenizer.decode(row.prompt_ids)
+  observation = _observed('search', 'it')
+  assert text == prompt + turns[0] + observation + turns[1]
+  # The same dialogue as messages would have lost what the policy wrote.
+  messages = [
+    {'role': 'user', 'content': row.question.text},
+    {'role': 'assistant', 'content': turns[0]},
+    {'role': 'user', 'content': observation},
+  ]
+  rendered = families.loaded(tmp_path).apply_chat_template(
+    messages, tokenize=False
+  )
+  assert '<search> it </search>' in rendered and 'a lake' not in rendered

@@ -1,6 +1,5 @@
 """Stops on token ids are the stops in the decoded text."""
 
-import contextlib
 import functools
 
 import numpy as np
@@ -9,6 +8,8 @@ import pytest
 from stppo_jax.envs import actions
 from stppo_jax.sampling import stops
 from tests.sampling import vocabularies
+
+_MAKERS = {'phrases': vocabularies.phrases, 'bpe': vocabularies.bpe}
 
 
 @functools.cache
@@ -56,16 +57,25 @@ def _random_ids(rng, token_bytes):
   'name', [pytest.param('phrases', marks=pytest.mark.slow), 'bpe']
 )
 def test_stopped_means_that_the_text_holds_a_stop_string(name):
-  tokenizer = vocabularies.PLAIN[name]()
+  tokenizer = _MAKERS[name]()
   token_bytes = tokenizer.token_bytes()
   automaton = _automaton(tokenizer)
   rng = np.random.default_rng(0)
-  count = 500
+  count = 1500
   stopped = sum(
     _check(tokenizer, automaton, _random_ids(rng, token_bytes))
     for _ in range(count)
   )
   assert 0.2 * count < stopped < 0.98 * count  # both happen
+
+
+def test_the_vocabularies_cut_stop_strings_in_many_ways():
+  tokens = vocabularies.bpe().token_bytes()
+  assert not {b'</search>', b'</answer>'} & set(tokens)
+  assert any(t.startswith(b'>') and len(t) > 1 for t in tokens)
+  assert {b'</search>', b'</answer>', b'<'} <= set(
+    vocabularies.phrases().token_bytes()
+  )
 
 
 @pytest.mark.parametrize(
@@ -98,34 +108,49 @@ def test_the_automaton_stops_with_the_first_stop_string(tokens, stops_at):
     assert states == [n >= stops_at for n in range(len(tokens))]
 
 
-def test_each_of_several_end_tokens_stops_from_every_state():
+def test_the_end_of_sequence_stops_from_every_state():
+  tokenizer = vocabularies.phrases()
+  automaton = _automaton(tokenizer)
+  column = automaton.next_state_ZV[:, tokenizer.eos_id]
+  assert (column == automaton.stopped).all()
+
+
+def test_each_of_several_end_tokens_stops():
   automaton = stops.build(
     [b'</search>', b'x', b'<e>', b'<f>'],
     stop_strings=['</search>'],
     eos_ids=[2, 3],
   )
-  stopped_ZV = automaton.next_state_ZV == automaton.stopped
-  assert stopped_ZV[automaton.START].tolist() == [True, False, True, True]
-  assert stopped_ZV[:, 2:].all()
+  stopped = automaton.next_state_ZV[automaton.START] == automaton.stopped
+  assert stopped.tolist() == [True, False, True, True]
 
 
 @pytest.mark.parametrize(
-  ('tokens', 'spelled'),
+  'tokens',
   [
-    ([b'<search>', b'answer', b'<', b'>'], False),  # no slash at all
-    ([b'</', b'xsearch>', b'</answer>'], False),  # has all bytes of the string
-    ([b'</sea', b'ch>', b'search', b'</answer>'], False),
-    ([b'a</search>b'], True),
-    ([b'a<', b'/', b'se', b'arch>b'], True),
-    ([bytes([byte]) for byte in b'</search>'], True),
+    [b'<search>', b'answer', b'<', b'>'],  # no slash at all
+    [b'</', b'xsearch>', b'</answer>'],  # has all bytes of the string
+    [b'</sea', b'ch>', b'search', b'</answer>'],
   ],
 )
-def test_a_stop_that_no_tokens_spell_is_refused_by_name(tokens, spelled):
-  expected = pytest.raises(ValueError, match="can spell '</search>'")
-  with contextlib.nullcontext() if spelled else expected:
+def test_a_stop_that_no_tokens_spell_is_refused_by_name(tokens):
+  with pytest.raises(ValueError, match="can spell '</search>'"):
     stops.build(
-      [*tokens, b''], stop_strings=('</search>',), eos_ids=[len(tokens)]
+      [*tokens, b''], stop_strings=actions.STOP_STRINGS, eos_ids=[len(tokens)]
     )
+
+
+@pytest.mark.parametrize(
+  'tokens',
+  [
+    [b'a</search>b'],
+    [b'a<', b'/', b'se', b'arch>b'],
+    [bytes([byte]) for byte in b'</search>'],
+  ],
+)
+def test_a_stop_that_tokens_spell_is_accepted(tokens):
+  vocabulary = [*tokens, b'']
+  stops.build(vocabulary, stop_strings=('</search>',), eos_ids=[len(tokens)])
 
 
 def test_padding_ids_of_the_model_change_nothing():
