@@ -110,7 +110,7 @@ def collect(
       config, continuations, slots=slots if is_local else 0
     )
   config = _with_start(config, workdir)
-  components = components_lib.build(_one_epoch(config))
+  components = components_lib.build(config)
   tokenizer, learner = components.tokenizer, components.learner
   with components_lib.build_services(config, components.questions) as services:
     with exits.as_misconfigured():
@@ -152,24 +152,22 @@ def collect(
     learner=learner,
     sentences=pack.SentenceSplitter(tokenizer.token_bytes()),
   )
+  sentences = {'sentence_ids_BL': packed.sentence_ids_BL}
+  if steps.build_sentences(config, tokenizer) is None:
+    # A run has no sentences here, and this batch runs the programs of a run.
+    packed = dataclasses.replace(packed, sentence_ids_BL=None)
   _log.info('annotating them')
-  annotated, _ = learner.annotate(state, packed, reference=reference)
+  batch, _ = learner.annotate(state, packed, reference=reference)
   kl_coefficient = np.asarray(learner.kl_coefficient)
-  batch = jax.device_get(annotated)
   num_rows, updates = len(batch.lengths_B), config.updates
   if num_updates is None:
     num_updates = updates.num_epochs * num_rows // updates.minibatch_size
   chosen = learner.minibatches(num_rows, step, num_updates=num_updates)
   for number, rows in enumerate(chosen, 1):
     _log.info(f'update {number}')
-    # Each minibatch is a batch of its own with one epoch, see `_one_epoch`. If
-    # `learner.update` got the whole batch and these rows, it would do the same
-    # update by another compiled program with other rounding. Then files would
-    # not have the same bits as files of earlier versions.
-    minibatch = jax.tree.map(lambda x: x[rows], batch)
-    for order in learner.minibatches(len(rows), step):
-      state, _ = learner.update(state, minibatch, order, step)
-  arrays = _arrays(batch) | _updated(learner, state, batch)
+    state, _ = learner.update(state, batch, rows, step)
+  batch = jax.device_get(batch)
+  arrays = _arrays(batch) | sentences | _updated(learner, state, batch)
   arrays['kl_coefficient'] = kl_coefficient
   if continuations:
     arrays |= continuations_lib.as_arrays(sampled, batch.tokens_BL.shape)
@@ -221,17 +219,6 @@ def _with_start(config, workdir):
   run_record.check_run(workdir)
   run_record.check_checkpoints(workdir)
   return run_record.with_start(config, workdir)
-
-
-def _one_epoch(config):
-  """Returns a copy of the config with `updates.num_epochs` set to 1.
-
-  `learner.minibatches` makes `num_epochs` passes over the rows of a batch. Here
-  each minibatch is a batch of its own, over which one pass is made.
-  """
-  config = config.copy_and_resolve_references()
-  config.updates.num_epochs = 1
-  return config
 
 
 def _newest(
