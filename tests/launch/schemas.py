@@ -5,18 +5,17 @@ from collections.abc import Iterable
 import itertools
 from typing import Any
 
-from kubeflow_trainer_api import models
-
+# Name of an object to its version and to the class that knows its fields.
 _OBJECTS = {
-  'JobSet': ('jobset.x-k8s.io/v1alpha2', models.JobsetV1alpha2JobSet),
-  'ConfigMap': ('v1', models.IoK8sApiCoreV1ConfigMap),
-  'Service': ('v1', models.IoK8sApiCoreV1Service),
+  'JobSet': ('jobset.x-k8s.io/v1alpha2', 'JobsetV1alpha2JobSet'),
+  'ConfigMap': ('v1', 'IoK8sApiCoreV1ConfigMap'),
+  'Service': ('v1', 'IoK8sApiCoreV1Service'),
 }
-_META = models.IoK8sApimachineryPkgApisMetaV1ObjectMeta
+_META = 'IoK8sApimachineryPkgApisMetaV1ObjectMeta'
 # The package has no Deployment, but what one consists of.
 _DEPLOYMENT = {
-  'selector': models.IoK8sApimachineryPkgApisMetaV1LabelSelector,
-  'template': models.IoK8sApiCoreV1PodTemplateSpec,
+  'selector': 'IoK8sApimachineryPkgApisMetaV1LabelSelector',
+  'template': 'IoK8sApiCoreV1PodTemplateSpec',
 }
 
 
@@ -46,14 +45,17 @@ def check(documents: Iterable[Any]) -> None:
       for key, part in spec.items():
         _check(part, _DEPLOYMENT[key])
     else:
-      expected, model = _OBJECTS[kind]
+      expected, name = _OBJECTS[kind]
       assert version == expected
-      _check(document, model)
+      _check(document, name)
 
 
-def _check(document: Any, model: Any) -> None:
+def _check(document: Any, name: str) -> None:
+  # Imported late: few tests need its hundreds of classes.
+  from kubeflow_trainer_api import models
+
   # It drops what the schema does not have, and adds defaults.
-  known = model.from_dict(document)
+  known = getattr(models, name).from_dict(document)
   if known is None or (found := list(lost(document, known.to_dict()))):
     raise AssertionError(found if known else 'no object')
 

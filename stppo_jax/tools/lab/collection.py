@@ -152,7 +152,7 @@ def collect(
     learner=learner,
     sentences=pack.SentenceSplitter(tokenizer.token_bytes()),
   )
-  sentences = {'sentence_ids_BL': packed.sentence_ids_BL}
+  sentence_ids_BL = np.asarray(packed.sentence_ids_BL)
   if steps.build_sentences(config, tokenizer) is None:
     # A run has no sentences here, and this batch runs the programs of a run.
     packed = dataclasses.replace(packed, sentence_ids_BL=None)
@@ -167,7 +167,8 @@ def collect(
     _log.info(f'update {number}')
     state, _ = learner.update(state, batch, rows, step)
   batch = jax.device_get(batch)
-  arrays = _arrays(batch) | sentences | _updated(learner, state, batch)
+  arrays = _arrays(batch) | _updated(learner, state, batch)
+  arrays['sentence_ids_BL'] = sentence_ids_BL
   arrays['kl_coefficient'] = kl_coefficient
   if continuations:
     arrays |= continuations_lib.as_arrays(sampled, batch.tokens_BL.shape)

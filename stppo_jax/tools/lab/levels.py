@@ -5,12 +5,14 @@ segments. The log-ratio of a segment is the mean of the log-ratios of its
 tokens, see `rl.ratios`.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
+from stppo_jax import batch as batch_lib
 from stppo_jax import streams
 from stppo_jax.rl import ratios
 from stppo_jax.rl import segments
@@ -96,13 +98,33 @@ def measure(compared: comparison.Compared) -> Levels:
 
 
 def _log_ratios(arrays: saved_batch.Arrays) -> dict[str, np.ndarray]:
-  batch, num_turns = (
-    saved_batch.token_batch(arrays),
-    saved_batch.num_turns(arrays),
+  """Returns the log-ratio of each segment, by level."""
+  batch = saved_batch.token_batch(arrays)
+  mask_BL = np.asarray(batch.loss_mask_BL)
+  of_tokens = jax.device_get(
+    _token_log_ratios(
+      batch, arrays['logprobs_BL'], num_turns=saved_batch.num_turns(arrays)
+    )
   )
-  mask_BL = batch.loss_mask_BL
+  found = {}
+  for level in (x for x in segments.LEVELS if x in of_tokens):
+    ratio_BL, ids_BL = of_tokens[level]
+    # Segments of different rows may have the same id, so a segment's number is
+    # made from row and id. All tokens of a segment have one ratio, so the ratio
+    # of the first token is taken.
+    numbers = np.arange(len(mask_BL))[:, None] * (mask_BL.shape[1] + 1) + ids_BL
+    _, firsts = np.unique(numbers[mask_BL], return_index=True)
+    found[level] = ratio_BL[mask_BL][firsts]
+  return found
+
+
+@functools.partial(jax.jit, static_argnames='num_turns')
+def _token_log_ratios(
+  batch: batch_lib.TokenBatch, logprobs_BL: jax.Array, *, num_turns: int
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+  """Returns each token's log-ratio and the id of its segment, by level."""
   token_BL = ratios.token_log_ratio(
-    jnp.asarray(arrays['logprobs_BL']), batch.old_logprobs_BL, mask_BL
+    logprobs_BL, batch.old_logprobs_BL, batch.loss_mask_BL
   )
   found = {}
   for level in segments.LEVELS:
@@ -117,12 +139,7 @@ def _log_ratios(arrays: saved_batch.Arrays) -> dict[str, np.ndarray]:
       reduce='mean',
       num_turns=num_turns,
     )
-    # Segments of different rows may have the same id, so a segment's number is
-    # made from row and id. All tokens of a segment have one ratio, so the ratio
-    # of the first token is taken.
-    numbers = np.arange(len(mask_BL))[:, None] * (mask_BL.shape[1] + 1) + ids_BL
-    _, firsts = np.unique(np.asarray(numbers)[mask_BL], return_index=True)
-    found[level] = np.asarray(ratio_BL)[mask_BL][firsts]
+    found[level] = ratio_BL, ids_BL
   return found
 
 
