@@ -12,6 +12,9 @@ import signal
 import hypothesis
 import pytest
 
+# The collector looks seldom at all that lives: each time takes half a second.
+gc.set_threshold(20_000, 10, 100)
+
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _NUM_DEVICES = 8
 
@@ -107,13 +110,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-  """Keeps modules and tests, which live to the end, out of the collector.
-
-  It looks seldom at what is left: each time takes half a second.
-  """
+  """Keeps modules and tests, which live to the end, out of the collector."""
   gc.collect()
   gc.freeze()
-  gc.set_threshold(20_000, 10, 100)
 
 
 @pytest.fixture(scope='session')

@@ -98,8 +98,8 @@ def _slow(*cases):
     (live_pages_tpu, 9, _DECODING, {}),
     (live_pages_gpu, 9, _DECODING, {}),
     (live_pages_tpu, 2, {}, _EVERY_OPTION),
-    (live_pages_gpu, 1, dict(own=20, size=48), dict(window=130)),
     *_slow(
+      (live_pages_gpu, 1, dict(own=20, size=48), dict(window=130)),
       *(
         (kernel, first, sizes | {'dtype': dtype}, {})
         for kernel in (live_pages_tpu, live_pages_gpu)

@@ -110,7 +110,7 @@ def test_the_bits_do_not_depend_on_when_observations_arrive(options):
     _slow({'decode_chunk': 50, 'lookahead': 2, 'page_size': 40}),
     _slow({'devices': 2}),
     _slow({'devices': 8, 'slots': 8}),
-    {'deterministic': False},
+    _slow({'deterministic': False}),
     _slow({'page_size': 10}),
     _slow(
       {'deterministic': False, 'slots': 3, 'lookahead': 2, 'page_size': 14}

@@ -255,7 +255,9 @@ def test_experts_have_adapters_only_where_they_are_named():
   assert shapes('.*')['moe'].keys() == {'gate_proj', 'up_proj', 'down_proj'}
 
 
-@pytest.mark.parametrize('kind', ['dense', 'grouped'])
+@pytest.mark.parametrize(
+  'kind', ['dense', pytest.param('grouped', marks=pytest.mark.slow)]
+)
 def test_adapters_of_experts_compute_what_merged_weights_do(kind):
   model = _model(_OF_EXPERTS, moe=kind, **tiny.MIXTURE)
   base, adapters = tiny.params(model), _adapters(model)

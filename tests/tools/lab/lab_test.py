@@ -100,6 +100,7 @@ def test_norm_gradient_divides_by_the_norm_over_logprobs():
   assert found.metrics['stab/bias_grad_norm'] == pytest.approx(norm, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_bounds_by_reward_are_those_of_the_rewards_of_the_file():
   arrays, batch, *_ = batch_arrays.arrays()
   groups = np.array([0, 0, 0, 1, 1, 1])
