@@ -233,7 +233,9 @@ def _outputs(model):
   return outputs
 
 
-@pytest.mark.parametrize('experts', [False, True])
+@pytest.mark.parametrize(
+  'experts', [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_a_token_changes_its_own_trajectory_only(experts):
   model = updates.transformers(**(tiny.MIXTURE if experts else {})).policy
   batch = _batch(updates.sums())

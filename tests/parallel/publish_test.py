@@ -50,6 +50,7 @@ def _params(mesh):
   return jax.device_put(params, sharding.param_shardings(params, mesh))
 
 
+@jax.jit
 def _copied(params):
   return jax.tree.map(jnp.copy, params)
 

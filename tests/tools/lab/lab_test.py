@@ -47,7 +47,10 @@ def _score(arrays, row, coefficient=_ENTROPY):
 
 @pytest.mark.parametrize(
   ('name', 'changes', 'poison'),
-  [('st_ppo', {_TAU: 1.1}, np.nan), ('sspo', _EVERY_ARRAY, np.inf)],
+  [
+    pytest.param('st_ppo', {_TAU: 1.1}, np.nan, marks=pytest.mark.slow),
+    ('sspo', _EVERY_ARRAY, np.inf),
+  ],
 )
 def test_loss_and_gradient_are_those_of_the_plain_loops(name, changes, poison):
   row = batches.algorithm_options(name, **changes)
