@@ -15,7 +15,7 @@ from stppo_jax import __main__
 
 # While it runs, its thread has an event loop, in which tests of other modules
 # could start none of their own.
-@pytest.fixture(scope='package')
+@pytest.fixture(scope='module')
 def browser():
   """A headless Chromium."""
   with contextlib.ExitStack() as stack:
