@@ -17,6 +17,7 @@ import pytest
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
+from tests.parallel import tpu_compiler
 
 _THERE = importlib.util.find_spec('libtpu') is not None
 needs_libtpu = pytest.mark.skipif(not _THERE, reason='libtpu is not installed')
@@ -92,8 +93,7 @@ def test_several_hosts_whose_chips_cannot_be_divided(name):
     mesh_lib.divide(chips, 0.5)
 
 
-@needs_libtpu
-@pytest.mark.slow
+@tpu_compiler.marked
 @pytest.mark.parametrize('name', ['v5e:2x4', 'v5p:2x2x2'])
 def test_chips_that_learn_beside_others_have_collectives(name):
   chips = topology.devices(topology.find(name))
@@ -115,7 +115,7 @@ def test_a_program_that_the_compiler_rejects_is_one_line():
   assert str(rejected.value) == line
 
 
-@needs_libtpu
+@tpu_compiler.marked
 @pytest.mark.parametrize(
   ('name', 'memory'),
   [('v5e:2x4', 15.75), ('v4:2x2x1', 30.75), ('tpu7x:2x2x1', 94.75)],
