@@ -12,7 +12,7 @@ import signal
 import hypothesis
 import pytest
 
-# The collector looks seldom at all that lives: each time takes half a second.
+# Garbage is seldom collected: a pass over all objects takes half a second.
 gc.set_threshold(20_000, 10, 100)
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-  """Keeps modules and tests, which live to the end, out of the collector."""
+  """Leaves modules and tests, which live to the end, out of later passes."""
   gc.collect()
   gc.freeze()
 

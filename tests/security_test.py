@@ -1,5 +1,6 @@
 """Files of strangers run no code; promises name tests that exist."""
 
+import importlib
 import json
 import pathlib
 import re
@@ -88,12 +89,31 @@ def test_every_promise_names_a_test_that_exists(page):
     )
     assert names, promise
     for file, test, slow in names:
-      source = (_ROOT / file).read_text('utf-8')
-      decorated = rf'^((?:@.*\n|  .*\n|\)\n)*)(?:async )?def {test}\('
-      found = re.search(decorated, source, re.MULTILINE)
-      assert found, test
+      module = importlib.import_module(file[:-3].replace('/', '.'))
+      found = getattr(module, test)
       # A page says which ones `make test` leaves out.
       if page != 'SECURITY.md':
-        is_slow = '@pytest.mark.slow' in found[1]
-        in_part = ' (in part *)' if 'pytest.mark.slow' in found[1] else ''
-        assert slow == (' *' if is_slow else in_part), test
+        assert slow == _slow_cases(module, found), test
+
+
+def _slow_cases(module, test):
+  """Returns the sign of a test whose cases are slow, all or some; else ""."""
+  of_file = getattr(module, 'pytestmark', [])
+  marks = [
+    *(of_file if isinstance(of_file, list) else [of_file]),
+    *getattr(test, 'pytestmark', []),
+  ]
+  if any(mark.name == 'slow' for mark in marks):
+    return ' *'
+  parameters = [
+    parameter
+    for mark in marks
+    if mark.name == 'parametrize'
+    for parameter in mark.args[1]
+  ]
+  in_part = any(
+    mark.name == 'slow'
+    for parameter in parameters
+    for mark in getattr(parameter, 'marks', ())
+  )
+  return ' (in part *)' if in_part else ''

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import itertools
 from typing import Any
 
-# Name of an object to its version and to the class that knows its fields.
+# Maps the kind of an object to its version and to its class in the package.
 _OBJECTS = {
   'JobSet': ('jobset.x-k8s.io/v1alpha2', 'JobsetV1alpha2JobSet'),
   'ConfigMap': ('v1', 'IoK8sApiCoreV1ConfigMap'),
@@ -51,7 +51,7 @@ def check(documents: Iterable[Any]) -> None:
 
 
 def _check(document: Any, name: str) -> None:
-  # Imported late: few tests need its hundreds of classes.
+  # Imported here: its hundreds of classes would slow the start of all tests.
   from kubeflow_trainer_api import models
 
   # It drops what the schema does not have, and adds defaults.

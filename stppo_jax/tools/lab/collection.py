@@ -154,7 +154,8 @@ def collect(
   )
   sentence_ids_BL = np.asarray(packed.sentence_ids_BL)
   if steps.build_sentences(config, tokenizer) is None:
-    # A run has no sentences here, and this batch runs the programs of a run.
+    # A run of this algorithm has no sentence ids. Without them, the batch needs
+    # no other compiled programs than those of the run.
     packed = dataclasses.replace(packed, sentence_ids_BL=None)
   _log.info('annotating them')
   batch, _ = learner.annotate(state, packed, reference=reference)

@@ -107,6 +107,7 @@ def _log_ratios(arrays: saved_batch.Arrays) -> dict[str, np.ndarray]:
     )
   )
   found = {}
+  # A jitted function sorts its results by name; here they follow the levels.
   for level in (x for x in segments.LEVELS if x in of_tokens):
     ratio_BL, ids_BL = of_tokens[level]
     # Segments of different rows may have the same id, so a segment's number is
@@ -122,7 +123,7 @@ def _log_ratios(arrays: saved_batch.Arrays) -> dict[str, np.ndarray]:
 def _token_log_ratios(
   batch: batch_lib.TokenBatch, logprobs_BL: jax.Array, *, num_turns: int
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-  """Returns each token's log-ratio and the id of its segment, by level."""
+  """Returns each token's log-ratio [B, L] and segment id [B, L], by level."""
   token_BL = ratios.token_log_ratio(
     logprobs_BL, batch.old_logprobs_BL, batch.loss_mask_BL
   )

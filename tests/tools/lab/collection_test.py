@@ -11,7 +11,10 @@ from benchmarks import learners
 from stppo_jax import batch as batch_lib
 from stppo_jax import exits
 from stppo_jax.learner import value_training
+from stppo_jax.parallel import distributed
+from stppo_jax.parallel import sharding
 from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.rollout import pack
 from stppo_jax.tools.lab import collection
 from stppo_jax.tools.lab import estimates
 from stppo_jax.tools.lab import saved_batch
@@ -83,7 +86,11 @@ def test_a_collection_is_annotated_and_updated_like_a_step(
   config, collected, learner
 ):
   names = [f.name for f in dataclasses.fields(batch_lib.TokenBatch)[:9]]
-  packed = batch_lib.TokenBatch(**{name: collected[name] for name in names})
+  names.remove('sentence_ids_BL')  # a run of this algorithm has none
+  packed = batch_lib.TokenBatch(
+    **{name: collected[name] for name in names},
+    loss_positions_BM=pack.loss_positions(collected['loss_mask_BL']),
+  )
   state = learner.start()
   batch, _ = learner.annotate(state, packed, reference=learner.reference())
   state, _ = learners.update_epochs(learner, state, batch, 0)
@@ -91,6 +98,14 @@ def test_a_collection_is_annotated_and_updated_like_a_step(
   for name in ('old_logprobs_BL', 'ref_logprobs_BL', 'advantages_BL'):
     np.testing.assert_array_equal(collected[name], getattr(batch, name))
   np.testing.assert_array_equal(collected['old_values_BL'], batch.values_BL)
+  tokens_BL, _ = distributed.from_local_rows(
+    (packed.tokens_BL, None), sharding.batch_sharding(learner.mesh)
+  )
+  updated = jax.device_get(learner.token_outputs(state, tokens_BL))
+  np.testing.assert_array_equal(collected['logprobs_BL'], updated.logprobs_BL)
+  np.testing.assert_array_equal(
+    collected['values_BL'], updated.values.values_BL
+  )
   params = jax.device_get(state).policy.params
   logprobs, entropy = learner.policy.logprobs_and_entropy(
     params, collected['tokens_BL'], temperature=config.rollout.temperature
